@@ -1,0 +1,135 @@
+"""Gpu, Link and Cluster: the machine that a job runs on, from data sheets or measured by `probe`.
+
+Bandwidths are one-way and per card, in bytes a second. Headline figures, which count both directions, are made from
+them at the edge and say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FactSource = Literal["datasheet", "measured", "assumed"]
+DType = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
+LinkKind = Literal["nvlink", "pcie", "host_memory", "network", "loopback"]
+CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send"]
+"""Spelled as NCCL and torch.distributed spell them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One card (or, for a machine without any, the cores that one rank gets)."""
+
+    name: str
+    memory_bytes: int
+    """As the driver reports it (`nvidia-smi`, cudaMemGetInfo total)."""
+    peak_flops: Mapping[str, float]
+    """Dense FLOP/s by dtype, without sparsity."""
+    memory_bandwidth_bytes_per_s: float
+    architecture: str = ""
+    """Such as ampere, ada, hopper, blackwell, or cpu."""
+    source: FactSource = "datasheet"
+    url: str = ""
+    """Where the figures come from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvePoint:
+    """One measured collective: `bytes` as nccl-tests defines the size, median of the slowest rank."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCurve:
+    """Measured times of one collective over one group, by size."""
+
+    op: CollectiveOp
+    ranks: int
+    points: tuple[CurvePoint, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The wire between the ranks of a group."""
+
+    name: str
+    kind: LinkKind
+    bandwidth_bytes_per_s: float
+    """One way, per card, as the data sheet says."""
+    latency_seconds: float = 10e-6
+    """One small collective between two ranks."""
+    attained_fraction: float = 0.8
+    """Share of the data sheet's bandwidth that large collectives reach as bus bandwidth."""
+    attained_source: str = ""
+    curves: tuple[CollectiveCurve, ...] = ()
+    """Measured tables; where they exist they win over the data sheet."""
+    source: FactSource = "datasheet"
+    url: str = ""
+
+    @property
+    def headline_bandwidth_bytes_per_s(self) -> float:
+        """Both directions together, as the vendors' headlines count."""
+        return 2 * self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatePoint:
+    """A measured rate at one size, such as a matmul's FLOP/s at n = 4096."""
+
+    size: int
+    rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """What `probe` found out about one card besides the wire. Empty where nothing was measured."""
+
+    matmul_flops: Mapping[str, tuple[RatePoint, ...]] = field(default_factory=dict[str, tuple[RatePoint, ...]])
+    """Attained FLOP/s by dtype over the side of a square product."""
+    attention_flops: Mapping[str, tuple[RatePoint, ...]] = field(default_factory=dict[str, tuple[RatePoint, ...]])
+    """Attained FLOP/s of causal attention by pass ("forward", "backward") over the sequence length."""
+    copy_bytes_per_s: float | None = None
+    """Device memory copy, bytes read plus bytes written."""
+    host_to_device_bytes_per_s: float | None = None
+    device_to_host_bytes_per_s: float | None = None
+    launch_gap_seconds: float | None = None
+    """Between two small kernels."""
+    context_bytes: int | None = None
+    """Device memory that a process takes before its first tensor."""
+    communicator_bytes: int | None = None
+    """Device memory that one communicator takes after its first collective."""
+    matmul_slowdown_under_wire: float | None = None
+    """Time of a matmul while a collective runs, over its time alone (at least 1)."""
+    wire_slowdown_under_matmul: float | None = None
+    """Time of a collective while a matmul runs, over its time alone (at least 1)."""
+    checkpoint_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """`num_nodes` equal machines with `gpus_per_node` equal cards each."""
+
+    name: str
+    gpu: Gpu
+    num_nodes: int = 1
+    gpus_per_node: int = 1
+    intra_node: Link
+    """Between the cards of one machine."""
+    inter_node: Link | None = None
+    """Between machines, per card (a shared adapter's bandwidth divided by the cards that use it); None for one node."""
+    host_memory_bytes: int | None = None
+    """Of one machine."""
+    measurements: Measurements = field(default_factory=Measurements)
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What it was measured with: torch, nccl, driver, python."""
+    source: FactSource = "datasheet"
+    date: str = ""
+    """ISO date of the measurement or of the data sheet's reading."""
+
+    @property
+    def num_gpus(self) -> int:
+        """Cards in total; the product of every mesh."""
+        return self.num_nodes * self.gpus_per_node

@@ -1,0 +1,71 @@
+"""Job: what the user wants, and nothing about how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.vocabulary.model import ModelShape
+
+Tuning = Literal["full", "lora", "qlora"]
+TuningWish = Literal["full", "lora", "qlora", "any"]
+Precision = Literal["bf16", "bf16_pure", "fp32", "fp8"]
+"""bf16: fp32 master weights, bf16 compute. bf16_pure: bf16 weights without masters. fp8: as bf16, with fp8 products."""
+OptimizerName = Literal["adamw", "adamw_bf16_states", "adamw_8bit", "paged_adamw_8bit", "lamb", "sgd"]
+Attention = Literal["sdpa", "flash", "eager"]
+ReduceDtype = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """Low-rank adapters, in PEFT's words."""
+
+    r: int = 16
+    alpha: int = 32
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Last parts of module names, or `all-linear` for every matrix of the blocks (not the head)."""
+    adapter_dtype: Literal["fp32", "bf16"] = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceLengths:
+    """The length distribution of a data set after truncation, in tokens."""
+
+    num_sequences: int
+    total_tokens: int
+    supervised_tokens: int
+    longest: int
+    mean: float
+    p50: int
+    p95: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A fine-tune: the model, the data's size, the wishes."""
+
+    model: ModelShape
+    tuning: TuningWish = "full"
+    sequence_length: int = 2048
+    """Tokens of one sequence, padded or packed to this."""
+    global_batch_size: int = 32
+    """Sequences of one optimizer step over all cards (accumulation included)."""
+    precision: Precision = "bf16"
+    reduce_dtype: ReduceDtype = "fp32"
+    """Dtype in which gradients cross the wire under sharding."""
+    optimizer: OptimizerName = "adamw"
+    lora: LoraSettings = LoraSettings()
+    attention: Attention = "sdpa"
+    packing: bool = False
+    lengths: SequenceLengths | None = None
+    """Of the user's data set, if it was looked at."""
+    num_train_epochs: float = 1.0
+    max_steps: int | None = None
+    learning_rate: float = 2e-5
+    price_per_gpu_hour: float | None = None
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all cards, padding included."""
+        return self.global_batch_size * self.sequence_length

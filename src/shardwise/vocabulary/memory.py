@@ -1,0 +1,120 @@
+"""Term and MemoryBreakdown: memory is a timeline, not a sum.
+
+[Note: instants]
+A term has a lifetime inside the step. Everything between two of these instants grows or shrinks evenly (blocks are
+equal), so the peak is at one of them:
+
+    load             weights are read and placed
+    forward          the last block's forward: all saved activations exist
+    loss             logits and their gradient
+    backward_first   backward of the last block: all saved activations still exist
+    backward_last    backward of the first block and the embedding: all gradients exist
+    optimizer        the optimizer's step
+    evaluation       a forward without saved activations
+    save             a checkpoint is staged
+
+[Note: totals]
+allocated is what torch hands out (`max_memory_allocated`), reserved adds what its allocator holds beyond that, device
+adds what lies outside the allocator: context, libraries' workspaces, communicators. Whether a plan fits is judged on
+device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+
+class Category(StrEnum):
+    """What memory is used for."""
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    OPTIMIZER = "optimizer"
+    ACTIVATION = "activation"
+    TEMPORARY = "temporary"
+    RUNTIME = "runtime"
+
+
+class Instant(StrEnum):
+    """The moments at which memory can peak; see [Note: instants]."""
+
+    LOAD = "load"
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD_FIRST = "backward_first"
+    BACKWARD_LAST = "backward_last"
+    OPTIMIZER = "optimizer"
+    EVALUATION = "evaluation"
+    SAVE = "save"
+
+
+STEP = (Instant.FORWARD, Instant.LOSS, Instant.BACKWARD_FIRST, Instant.BACKWARD_LAST, Instant.OPTIMIZER)
+"""The instants of a training step, in order."""
+BACKWARD = (Instant.BACKWARD_FIRST, Instant.BACKWARD_LAST)
+ALWAYS = tuple(Instant)
+"""From the loading of the weights to the last save."""
+RUNNING = tuple(instant for instant in Instant if instant is not Instant.LOAD)
+
+Level = Literal["allocated", "reserved", "device"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """Bytes of one rank with a name, a lifetime and a formula."""
+
+    category: Category
+    name: str
+    """Such as `weights`, `gathered block` or `logits`."""
+    bytes: int
+    alive: tuple[Instant, ...]
+    formula: str = ""
+    """The arithmetic in words and symbols, such as `2 B x P_block`."""
+    source: str = ""
+    """Where the formula comes from, or what it was measured on."""
+    level: Level = "allocated"
+    """The first total that counts it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBreakdown:
+    """All terms of one rank and what follows from them."""
+
+    terms: tuple[Term, ...]
+
+    def at(self, instant: Instant, level: Level = "allocated") -> int:
+        """Bytes alive at one instant, counted up to `level`."""
+        counted = {"allocated": ("allocated",), "reserved": ("allocated", "reserved")}.get(level)
+        return sum(
+            term.bytes for term in self.terms if instant in term.alive and (counted is None or term.level in counted)
+        )
+
+    @property
+    def peak_instant(self) -> Instant:
+        """The instant of the training step at which most is allocated."""
+        return max(STEP, key=self.at)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Peak of torch's allocated memory in a training step."""
+        return self.at(self.peak_instant)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Peak of what torch's allocator holds."""
+        return self.at(self.peak_instant, "reserved")
+
+    @property
+    def device_bytes(self) -> int:
+        """Peak of what the driver counts for this process."""
+        return self.at(self.peak_instant, "device")
+
+    def by_category(self, instant: Instant | None = None) -> dict[Category, int]:
+        """Bytes of each category at one instant (the peak if None), all levels included."""
+        when = instant or self.peak_instant
+        totals = dict.fromkeys(Category, 0)
+        for term in self.terms:
+            if when in term.alive:
+                totals[term.category] += term.bytes
+        return totals

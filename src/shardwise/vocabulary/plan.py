@@ -1,0 +1,97 @@
+"""Refusal, Candidate and Plan: the answer, with why and why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.vocabulary.cluster import Cluster
+from shardwise.vocabulary.job import Job
+from shardwise.vocabulary.memory import MemoryBreakdown
+from shardwise.vocabulary.strategy import Strategy
+from shardwise.vocabulary.timeline import Collective, StepTimeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why a strategy is not taken: why not is data too."""
+
+    strategy: Strategy | None
+    """None if the refusal concerns the whole job."""
+    rule: str
+    """A short fixed name, such as `heads_divide_by_tp` or `does_not_fit`."""
+    message: str
+    """The numbers, and the way out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A legal strategy with its price."""
+
+    strategy: Strategy
+    memory: MemoryBreakdown
+    step: StepTimeline
+    collectives: tuple[Collective, ...]
+    tokens_per_s: float
+    """Over all cards, padding included."""
+    model_flops_utilization: float
+    """MFU: model FLOPs (6 x matmul parameters + 6 x layers x query width x sequence, a token; recomputation not
+    counted) over the card's dense peak."""
+    fits: bool
+    probability_of_oom: float
+    """Chance that device memory runs out, from the spread of past predictions."""
+    memory_interval_bytes: tuple[int, int]
+    """Device memory: 5th and 95th percentile."""
+    step_interval_seconds: tuple[float, float]
+    """Step time: 5th and 95th percentile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A sentence that helps, its rule, and the command that does it."""
+
+    rule: str
+    message: str
+    command: str = ""
+    price: str = ""
+    """What it costs in time or memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """The arithmetic on the back of an envelope: headline bandwidth, no latency, bytes counted once."""
+
+    name: str
+    value: float
+    unit: str
+    formula: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """A figure the plan rests on."""
+
+    name: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything needed to run a job and to judge it later."""
+
+    job: Job
+    cluster: Cluster
+    recommended: Candidate | None
+    """None if nothing fits; the advice then says what would."""
+    reason: str
+    """Why this one, in plain words."""
+    rules: tuple[str, ...] = ()
+    """The decision rules that spoke, in order."""
+    candidates: tuple[Candidate, ...] = ()
+    """Best first; those that do not fit come last."""
+    refusals: tuple[Refusal, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    headline: tuple[Headline, ...] = ()
+    facts: tuple[Fact, ...] = ()
+    version: str = ""
+    """Of shardwise."""
