@@ -12,7 +12,7 @@ from shardwise.vocabulary.cluster import CollectiveOp
 from shardwise.vocabulary.strategy import Axis
 
 Pass = Literal["forward", "backward", "optimizer"]
-Site = Literal["block", "root", "step"]
+Site = Literal["embedding", "block", "root", "step"]
 Every = Literal["micro_batch", "step"]
 SpanKind = Literal["compute", "wire", "bubble", "optimizer", "host"]
 COMPUTE_LANE = "compute"
@@ -35,7 +35,8 @@ class Collective:
     count: int
     """Messages an optimizer step."""
     site: Site
-    """block: one for each block; root: for embedding, norm and head; step: once, after all else."""
+    """embedding: its own group (untied models); block: one for each block; root: what is left, mostly norm and head;
+    step: once, after all else."""
     during: Pass
     every: Every = "micro_batch"
     """step: only with the last micro-batch (backward) or the first (forward)."""

@@ -1,0 +1,123 @@
+"""RunFile: what `shardwise train` is told, in the spelling of transformers and TRL.
+
+Only the words are theirs, so that a file moves over with little change. None means that the planner decides. Every key
+has an effect; `tests/contracts` proves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardwise.vocabulary.job import Attention, TuningWish
+from shardwise.vocabulary.strategy import Checkpointing, LossKind, ZeroStage
+
+OptimizerKey = Literal[
+    "adamw_torch_fused", "adamw_torch", "adamw_bf16_states", "adamw_8bit", "paged_adamw_8bit", "lamb", "sgd"
+]
+Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
+Tracker = Literal["none", "tensorboard", "wandb", "trackio"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFile:
+    """One fine-tune. Flags of `shardwise train` spelled the same override it."""
+
+    # -- model
+    model_name_or_path: str
+    """Catalogue name, local folder or hub id."""
+    model_revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model. Only if you write it here."""
+    random_init: bool = False
+    """Start from random weights of this shape (benchmarks)."""
+    attn_implementation: Attention = "sdpa"
+
+    # -- data
+    dataset_name: str | None = None
+    """A file (JSONL, JSON, CSV, Parquet, Arrow) or a hub id; `random:N` makes N sequences of random tokens."""
+    dataset_split: str = "train"
+    """Split of a hub id."""
+    eval_dataset_name: str | None = None
+    """Held-out file or hub id."""
+    eval_dataset_split: str = "test"
+    column_map: dict[str, str] = field(default_factory=dict[str, str])
+    """Names of your columns to known ones, such as {question: prompt}."""
+    chat_template_path: str | None = None
+    """A jinja file that replaces the tokenizer's template."""
+    max_length: int = 1024
+    """Tokens; longer sequences are cut, counted and reported."""
+    packing: bool = False
+    assistant_only_loss: bool = True
+    """`messages`: learn the assistant's tokens only."""
+    completion_only_loss: bool = True
+    """`prompt`/`completion`: learn the completion only."""
+
+    # -- how much at once
+    per_device_train_batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    global_batch_size: int | None = None
+    """Sequences of one optimizer step over all cards; give this, or the two above."""
+    per_device_eval_batch_size: int = 4
+
+    # -- how long and how fast
+    num_train_epochs: float = 1.0
+    max_steps: int | None = None
+    """Optimizer steps; wins over num_train_epochs."""
+    learning_rate: float | None = None
+    """None: 2e-5 for full, 2e-4 for LoRA and QLoRA."""
+    lr_scheduler_type: Scheduler = "cosine"
+    warmup_steps: int = 0
+    warmup_ratio: float = 0.0
+    """Share of all steps; used where warmup_steps is 0."""
+    optim: OptimizerKey = "adamw_torch_fused"
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    """Clip the true global norm to this; 0 turns clipping off."""
+    seed: int = 42
+
+    # -- what is trained
+    tuning: TuningWish | None = None
+    """full, lora, qlora or any; None: from use_peft and load_in_4bit."""
+    use_peft: bool = False
+    load_in_4bit: bool = False
+    lora_r: int = 16
+    lora_alpha: int = 32
+    lora_dropout: float = 0.0
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
+
+    # -- how it is split
+    zero_stage: ZeroStage | None = None
+    gradient_checkpointing: bool | Checkpointing | None = None
+    """true means full."""
+    bf16: bool = True
+    """bf16 compute with fp32 master weights; false: fp32."""
+    bf16_pure: bool = False
+    """bf16 weights without fp32 masters."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which gradients cross the wire."""
+    torch_compile: bool = False
+    """Compile each block."""
+    loss: LossKind | None = None
+
+    # -- what is written
+    output_dir: str = "runs/latest"
+    resume_from_checkpoint: bool | str = False
+    """true: the newest good one in output_dir; or a folder."""
+    logging_steps: int = 1
+    eval_strategy: Literal["no", "steps", "epoch"] = "no"
+    eval_steps: int | None = None
+    save_strategy: Literal["no", "steps", "epoch"] = "steps"
+    save_steps: int = 500
+    save_total_limit: int | None = 2
+    save_final: bool = True
+    """Export a Hugging Face folder at the end."""
+    report_to: tuple[Tracker, ...] = ("none",)
+    run_name: str | None = None
+    sample_prompt: str | None = None
+    """Answer this before and after training, greedily, and keep both."""
+    sample_max_new_tokens: int = 48
