@@ -23,10 +23,13 @@ class Gpu:
 
     name: str
     memory_bytes: int
-    """As the driver reports it (`nvidia-smi`, cudaMemGetInfo total)."""
+    """As the driver reports it (`nvidia-smi`)."""
     peak_flops: Mapping[str, float]
     """Dense FLOP/s by dtype, without sparsity."""
     memory_bandwidth_bytes_per_s: float
+    cuda_memory_bytes: int | None = None
+    """What a CUDA program may use in all (cudaMemGetInfo total): memory_bytes less what the driver keeps for itself,
+    0.3 to 1.4 GiB by card. None if nobody has looked."""
     architecture: str = ""
     """Such as ampere, ada, hopper, blackwell, or cpu."""
     source: FactSource = "datasheet"
@@ -66,12 +69,17 @@ class Link:
     attained_source: str = ""
     curves: tuple[CollectiveCurve, ...] = ()
     """Measured tables; where they exist they win over the data sheet."""
+    stated_headline_bytes_per_s: float | None = None
+    """What the vendor advertises, where that is not twice the one-way figure: PCIe before line coding, networks one
+    way."""
     source: FactSource = "datasheet"
     url: str = ""
 
     @property
     def headline_bandwidth_bytes_per_s(self) -> float:
-        """Both directions together, as the vendors' headlines count."""
+        """As the vendor advertises it: both directions together for NVLink and PCIe, one way for networks."""
+        if self.stated_headline_bytes_per_s is not None:
+            return self.stated_headline_bytes_per_s
         return 2 * self.bandwidth_bytes_per_s
 
 
@@ -128,6 +136,8 @@ class Cluster:
     source: FactSource = "datasheet"
     date: str = ""
     """ISO date of the measurement or of the data sheet's reading."""
+    assumptions: tuple[str, ...] = ()
+    """What nobody measured or said and was therefore assumed, one sentence each."""
 
     @property
     def num_gpus(self) -> int:
