@@ -64,6 +64,8 @@ class Headline:
     value: float
     unit: str
     formula: str
+    calibrated: float | None = None
+    """The same quantity as the planner counts it for the recommended strategy, in the same unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
