@@ -7,8 +7,10 @@ equal), so the peak is at one of them:
     load             weights are read and placed
     forward          the last block's forward: all saved activations exist
     loss             logits and their gradient
-    backward_first   backward of the last block: all saved activations still exist
-    backward_last    backward of the first block and the embedding: all gradients exist
+    backward_first   inside the backward of the last block: all saved activations still exist
+    reduce_first     its gradients are reduced: the other blocks' activations still exist
+    backward_last    inside the backward of the first block: all other gradients exist
+    reduce_last      the gradients of root and embedding are reduced
     optimizer        the optimizer's step
     evaluation       a forward without saved activations
     save             a checkpoint is staged
@@ -44,18 +46,34 @@ class Instant(StrEnum):
     FORWARD = "forward"
     LOSS = "loss"
     BACKWARD_FIRST = "backward_first"
+    REDUCE_FIRST = "reduce_first"
     BACKWARD_LAST = "backward_last"
+    REDUCE_LAST = "reduce_last"
     OPTIMIZER = "optimizer"
     EVALUATION = "evaluation"
     SAVE = "save"
 
 
-STEP = (Instant.FORWARD, Instant.LOSS, Instant.BACKWARD_FIRST, Instant.BACKWARD_LAST, Instant.OPTIMIZER)
+STEP = (
+    Instant.FORWARD,
+    Instant.LOSS,
+    Instant.BACKWARD_FIRST,
+    Instant.REDUCE_FIRST,
+    Instant.BACKWARD_LAST,
+    Instant.REDUCE_LAST,
+    Instant.OPTIMIZER,
+)
 """The instants of a training step, in order."""
-BACKWARD = (Instant.BACKWARD_FIRST, Instant.BACKWARD_LAST)
 ALWAYS = tuple(Instant)
 """From the loading of the weights to the last save."""
-RUNNING = tuple(instant for instant in Instant if instant is not Instant.LOAD)
+TRAINED = tuple(instant for instant in Instant if instant is not Instant.LOAD)
+"""From the first step on: what the first optimizer step allocates stays."""
+
+
+def span(first: Instant, last: Instant) -> tuple[Instant, ...]:
+    """The instants of a step from `first` to `last`, both included."""
+    return STEP[STEP.index(first) : STEP.index(last) + 1]
+
 
 Level = Literal["allocated", "reserved", "device"]
 

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: blocks in stages, micro-batches in flight."""

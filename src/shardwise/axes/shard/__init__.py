@@ -1,0 +1,1 @@
+"""Data parallelism by shards: ZeRO stages 1 to 3 by FSDP2 (the inner axis of HSDP)."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: every matrix split over the cards of one node."""

@@ -1,0 +1,1 @@
+"""Several micro-batches for one optimizer step."""

@@ -1,0 +1,1 @@
+"""LoRA and QLoRA: train low-rank adapters on frozen weights."""

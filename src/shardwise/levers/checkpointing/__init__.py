@@ -1,0 +1,1 @@
+"""Activation checkpointing: keep less, compute again."""

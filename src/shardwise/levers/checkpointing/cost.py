@@ -1,0 +1,158 @@
+"""Activations: what a block saves for its backward, and what checkpointing leaves of it.
+
+[Note: saved activations]
+Bytes a token of one block, eager Hugging Face code, sdpa or flash attention; E bytes an element (2 in bf16), h hidden,
+f feed-forward, ad and gd widths of query and key/value heads, a query heads:
+
+    norm           fp32 copy of the input (4h), normalized (E h), result = input of the next matrices (E h)
+    attention      q and k after rotation, v, output (E (2 ad + 2 gd)), logsumexp (4 a)
+    feed-forward   gate, act(gate), up, product (E 4 f)
+    q/k norm       each head's fp32 copy and normalized value ((4 + E) (ad + gd))
+
+A compiled block keeps the inputs of its matrices and recomputes the elementwise rest: the norm's input and result
+(E 2h), q, k, v, output, gate, up, product (E 3 f).
+
+A frozen matrix needs no input for its backward, so under LoRA the result of a norm and the product stay only where an
+adapter reads them; dropout gives every adapter its own copy of its input, and a mask of one byte.
+
+Source: saved tensors counted on CPU, equal to the byte for Llama and Qwen3 shapes; the compiled form from the slope of
+peak memory over micro-batches on H200 (`docs/accuracy.md`).
+"""
+
+from __future__ import annotations
+
+from shardwise.vocabulary.memory import Category, Instant, Term, span
+from shardwise.vocabulary.model import ModelShape
+from shardwise.vocabulary.placement import Placement, adapted
+from shardwise.vocabulary.strategy import Checkpointing
+
+SOURCE = "[Note: saved activations]"
+SHARE_KEPT_BY_SELECTIVE = 0.5
+"""Selective keeps attention's output and every second matrix product."""
+
+_SAVED = span(Instant.FORWARD, Instant.BACKWARD_FIRST)
+
+
+def stores(place: Placement) -> tuple[Term, ...]:
+    """Saved activations of all blocks in flight, the block that is being recomputed, and passing values."""
+    each = round(place.tokens * kept_per_token(place))
+    blocks, in_flight = place.num_blocks, place.micro_batches_in_flight
+    inside = round(place.tokens * saved_per_token(place)) if place.strategy.checkpointing != "none" else 0
+    passing = round(place.tokens * passing_per_token(place))
+    total = each * blocks * in_flight
+    terms = [
+        _activation("saved activations", total, _SAVED, f"{blocks} blocks x {place.tokens:,} tokens"),
+        _activation("saved activations", total - each, (Instant.REDUCE_FIRST,), "of all blocks but the last"),
+        _activation("saved activations", each * (1 + blocks * (in_flight - 1)), (Instant.BACKWARD_LAST,), "one block"),
+        _activation("passing values", passing, _COMPUTING, "gradients and results inside one block"),
+    ]
+    if inside:
+        terms.append(_activation("recomputed block", inside, _RECOMPUTED, f"{place.tokens:,} tokens of one block"))
+    return tuple(terms)
+
+
+_COMPUTING = (Instant.FORWARD, Instant.BACKWARD_FIRST, Instant.BACKWARD_LAST, Instant.EVALUATION)
+_RECOMPUTED = (Instant.BACKWARD_FIRST, Instant.BACKWARD_LAST)
+
+
+def _activation(name: str, num_bytes: int, alive: tuple[Instant, ...], formula: str) -> Term:
+    return Term(category=Category.ACTIVATION, name=name, bytes=num_bytes, alive=alive, formula=formula, source=SOURCE)
+
+
+def recomputed_share(checkpointing: Checkpointing) -> float:
+    """Share of a block's forward that runs again in backward."""
+    return {"none": 0.0, "selective": SHARE_KEPT_BY_SELECTIVE, "full": 1.0}[checkpointing]
+
+
+def kept_per_token(place: Placement) -> float:
+    """Bytes a token that one block keeps from its forward to its backward."""
+    boundary = place.element_bytes * place.model.hidden_size / _sequence_split(place)
+    if place.strategy.checkpointing == "full":
+        return boundary
+    saved = saved_per_token(place)
+    if place.strategy.checkpointing == "selective":
+        return boundary + SHARE_KEPT_BY_SELECTIVE * saved
+    return saved
+
+
+def saved_per_token(place: Placement) -> float:
+    """Bytes a token that the backward of one block reads; see [Note: saved activations]."""
+    return _norms(place) + _attention(place) + _feed_forward(place) + _adapters(place)
+
+
+def _sequence_split(place: Placement) -> int:
+    """Norms and residuals are split along the sequence under sequence parallel, whole otherwise."""
+    return place.strategy.tp if place.strategy.sequence_parallel else 1
+
+
+def _norms(place: Placement) -> float:
+    model, element, compiled = place.model, place.element_bytes, place.strategy.compile_blocks
+    result = element if place.trains_all or compiled else 0
+    each = element + result if compiled else 4 + (element if place.trains_all else 0) + result
+    heads = 0.0
+    if model.qk_norm:
+        width = (model.query_size + model.key_value_size) / place.strategy.tp
+        heads = width * (element if compiled else 4 + element)
+    return model.norms_per_block * model.hidden_size * each / _sequence_split(place) + heads
+
+
+def _attention(place: Placement) -> float:
+    model, tp = place.model, place.strategy.tp
+    flash = (
+        place.element_bytes * 2 * (model.query_size + model.key_value_size) / tp + 4 * model.num_attention_heads / tp
+    )
+    if place.job.attention != "eager":
+        return flash + 8
+    scores = (2 * place.element_bytes + 1) * model.num_attention_heads * place.job.sequence_length / tp
+    return flash + scores
+
+
+def _feed_forward(place: Placement) -> float:
+    model, element = place.model, place.element_bytes
+    tensors = 3 if place.strategy.compile_blocks or not place.trains_all else 4
+    width = tensors * model.intermediate_size * element / place.strategy.tp
+    if not model.is_mixture:
+        return width
+    routed = model.num_experts_per_tok
+    return routed * (width + element * model.hidden_size) + 4 * model.num_experts
+
+
+def _adapters(place: Placement) -> float:
+    """Inputs that adapters read and frozen matrices would not have kept."""
+    if place.trains_all:
+        return 0.0
+    lora, element, tp = place.job.lora, place.element_bytes, place.strategy.tp
+    targets = adapted(place.model, lora)
+    narrow = sum(element * lora.r for _ in targets)
+    if lora.dropout > 0:
+        return narrow + sum((element + 1) * linear.in_features for linear in targets)
+    read = {linear.name: linear.in_features for linear in targets}
+    shared = max((read.get(name, 0) for name in ("q_proj", "k_proj", "v_proj")), default=0)
+    shared += max((read.get(name, 0) for name in ("gate_proj", "up_proj")), default=0)
+    return narrow + element * (shared + read.get("down_proj", 0) / tp)
+
+
+def passing_per_token(place: Placement) -> float:
+    """Bytes a token of values that live only while one operation of a block runs."""
+    model, element, tp = place.model, place.element_bytes, place.strategy.tp
+    feed_forward = 3 * model.intermediate_size * element / tp * max(1, model.num_experts_per_tok)
+    return element * 2 * model.hidden_size + feed_forward
+
+
+def forward_flops(model: ModelShape, tokens: int, sequence: int) -> float:
+    """FLOPs of one block's forward: 2 a matrix element and token, and causal attention."""
+    return tokens * (2 * model.active_block_parameters + attention_flops_per_token(model, sequence))
+
+
+def attention_flops_per_token(model: ModelShape, sequence: int) -> float:
+    """FLOPs a token of one block's attention scores and values, forward, causal (half of the square).
+
+    A windowed layer sees at most its window; the average over the model's layers is taken.
+    """
+    seen = sequence / 2
+    if model.sliding_window is not None and model.num_windowed_layers:
+        share = model.num_windowed_layers / model.num_hidden_layers
+        window = min(model.sliding_window, sequence)
+        windowed = window - window * window / (2 * sequence)
+        seen = share * windowed + (1 - share) * seen
+    return 4 * model.query_size * seen

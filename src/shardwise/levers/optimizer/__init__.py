@@ -1,0 +1,1 @@
+"""What the optimizer keeps and how long its step takes."""

@@ -1,0 +1,1 @@
+"""Dtypes of weights, compute and the wire."""
