@@ -1,0 +1,1 @@
+"""Finds out why the wire is slow; see `diagnose.diagnose`."""
