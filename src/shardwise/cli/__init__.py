@@ -1,0 +1,1 @@
+"""The command line: a lazy table of commands, and one thin file for each."""

@@ -1,0 +1,131 @@
+"""`shardwise COMMAND ...`: finds the command, runs it, and turns errors into one clear message and an exit code.
+
+Exit codes: 0 done, 1 failed, 2 asked for something that cannot be read, 3 nothing fits, 4 differs from the plan,
+130 interrupted. Data goes to stdout, words about the run go to stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import shardwise
+from shardwise.errors import ShardwiseError, UnknownNameError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command, not yet imported."""
+
+    module: str
+    """Has `Options` (a dataclass, see options.py) and `run(options) -> int`."""
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "plan": Command(module="shardwise.cli.plan", summary="memory and time of every way to split a fine-tune"),
+    "report": Command(module="shardwise.cli.report", summary="draw a run folder or a plan as one page"),
+}
+"""Only what works is listed. Importing this table imports no command."""
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The words after `shardwise`; those of this process if None.
+
+    Returns:
+        The exit code.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except ShardwiseError as error:
+        _say(f"shardwise: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        _say("shardwise: interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # `shardwise plan ... | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception:
+        _report_our_fault(words)
+        return 1
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("--help", "-h", "help"):
+        if len(words) > 1 and words[0] == "help":
+            return _dispatch([words[1], "--help"])
+        _write(overview())
+        return 0 if words else 2
+    if words[0] in ("--version", "-V"):
+        _write(f"shardwise {shardwise.__version__}\n")
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        raise UnknownNameError("command", name, COMMANDS, "See: shardwise --help")
+    module = importlib.import_module(COMMANDS[name].module)
+    before_words = rest[: rest.index("--")] if "--" in rest else rest
+    if "--help" in before_words or "-h" in before_words:
+        from shardwise.cli.help import command_help
+        from shardwise.report.style import Style
+
+        _write(command_help(name, module.Options, Style.of(sys.stdout).width))
+        return 0
+    from shardwise.cli.options import parse
+
+    run = cast("Callable[[Any], int]", module.run)
+    return run(parse(module.Options, rest))
+
+
+def overview() -> str:
+    """What `shardwise --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [
+        "usage: shardwise COMMAND [--help] ...",
+        "",
+        "Measures the cards and the wire, plans how to split a fine-tune, runs it,",
+        "and lays prediction beside measurement.",
+        "",
+        *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
+        "",
+        "Try: shardwise plan qwen2.5-7b --gpus 2xrtx-5090",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+def _report_our_fault(words: list[str]) -> None:
+    import platform
+    import shlex
+    import traceback
+
+    traceback.print_exc()
+    _say(
+        "\nshardwise: this is a mistake in shardwise, not in what you did. Please report it to the project's issue "
+        f"tracker with the lines above and these:\n  shardwise {shardwise.__version__}, Python "
+        f"{platform.python_version()}, {platform.platform()}\n  shardwise {shlex.join(words)}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""`shardwise plan`: memory and time of every way to split a fine-tune, and the one to take."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.cli.options import POSITIONAL
+from shardwise.errors import DoesNotFitError, UsageError
+from shardwise.report.style import Style
+from shardwise.vocabulary.cluster import Cluster
+from shardwise.vocabulary.job import Job, LoraSettings, OptimizerName, Precision, ReduceDtype, TuningWish
+from shardwise.vocabulary.strategy import Checkpointing, ZeroStage
+
+if TYPE_CHECKING:
+    from shardwise.planner.search import Wishes
+    from shardwise.vocabulary.plan import Plan
+
+USUAL_GLOBAL_BATCH = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Predict memory and step time of every way to split a fine-tune over these cards, and pick one.
+
+    Arithmetic only: no GPU, no torch, no download of weights.
+
+    Examples:
+      shardwise plan qwen2.5-7b --gpus 2xrtx-5090
+      shardwise plan llama-3.1-8b --gpus 8xh100 --tuning full --seq 8192 --global-batch 64
+      shardwise plan llama-3.1-70b --gpus 4x8xh200 --network ndr --explain
+      shardwise plan ./my-model --cluster cluster.yaml --zero 3 --out plan.yaml
+    """
+
+    model: str = field(metadata=POSITIONAL)
+    """A catalogue name, a folder or file with config.json, or a hub id."""
+
+    # -- the machine
+    gpus: str | None = None
+    """Cards: 2xrtx-5090, or 2x8xh200 for two nodes of eight."""
+    nodes: int | None = None
+    """Machines with that many cards each."""
+    cluster: str | None = None
+    """A cluster file, as `shardwise probe` writes it; instead of --gpus."""
+    link: str | None = None
+    """Between the cards of a machine, such as nvlink4 or pcie5-x8."""
+    network: str | None = None
+    """Between machines, such as 10gbe or ndr."""
+
+    # -- the job
+    tuning: TuningWish = "any"
+    """What may be trained."""
+    seq: int = 2048
+    """Tokens of a sequence."""
+    global_batch: int | None = None
+    """Sequences of one optimizer step over all cards; 32, or more where the cards ask for it, if nothing is said."""
+    precision: Precision = "bf16"
+    optimizer: OptimizerName = "adamw"
+    reduce_dtype: ReduceDtype = "fp32"
+    """In which gradients cross the wire."""
+    lora_r: int = 16
+    """Rank of the adapters."""
+    price: float | None = None
+    """Of one card for one hour, in your currency."""
+
+    # -- the split, where you want to decide
+    zero: ZeroStage | None = None
+    """ZeRO stage: 0 replicates, 3 shards everything."""
+    micro_batch: int | None = None
+    """Sequences of one forward pass on one card."""
+    accumulation: int | None = None
+    """Micro-batches of one optimizer step."""
+    checkpointing: Checkpointing | None = None
+    """Activations recomputed in the backward pass."""
+    tp: int | None = None
+    """Degree of tensor parallel."""
+    pp: int | None = None
+    """Degree of pipeline parallel."""
+    dp_replicate: int | None = None
+    """Copies of the (sharded) model."""
+    dp_shard: int | None = None
+    """Cards that one copy is sharded over."""
+
+    # -- the answer
+    all: bool = False
+    """Every candidate and refusal."""
+    explain: bool = False
+    """The arithmetic, line by line, with your numbers."""
+    json: bool = False
+    """The whole plan as JSON on stdout."""
+    out: str | None = None
+    """Write the plan to this file (YAML, or JSON by its ending); `shardwise train` runs it."""
+
+
+def run(options: Options) -> int:
+    """Answer, and return 0, or 3 if nothing fits."""
+    from shardwise.planner.search import make_plan
+
+    cluster = cluster_from(options)
+    plan = make_plan(job_from(options, cluster), cluster, wishes_from(options))
+    if options.out is not None:
+        write_plan(plan, Path(options.out))
+    sys.stdout.write(answer(plan, options))
+    return 0 if plan.recommended is not None else DoesNotFitError.exit_code
+
+
+def answer(plan: Plan, options: Options) -> str:
+    """The text for stdout, in the form that was asked for."""
+    if options.json:
+        from shardwise.report.data import plan_json
+
+        return plan_json(plan)
+    style = Style.of(sys.stdout)
+    if options.explain:
+        from shardwise.planner.explain import explain
+
+        return explain(plan)
+    from shardwise.report.text import plan_page
+
+    return plan_page(plan, style, every_candidate=options.all)
+
+
+def cluster_from(options: Options) -> Cluster:
+    """The cards and wires that were named.
+
+    Raises:
+        UsageError: If neither or both of --gpus and --cluster are given, or a name is unknown.
+        ConfigError: If the cluster file is wrong.
+    """
+    if options.cluster is not None:
+        given = ("gpus", "nodes", "link", "network")
+        doubled = [f"--{name}" for name in given if getattr(options, name) is not None]
+        if doubled:
+            raise UsageError(f"--cluster {options.cluster} says what the machine is; leave out {', '.join(doubled)}")
+        from shardwise.vocabulary import codec
+
+        return codec.read_noun(Cluster, Path(options.cluster))
+    if options.gpus is None:
+        raise UsageError(
+            "which cards? Say --gpus 2xrtx-5090 (or 2x8xh200 for two nodes), or --cluster FILE from `shardwise probe`"
+        )
+    from shardwise.facts.catalog import parse_gpus
+
+    return parse_gpus(options.gpus, options.nodes, options.network, options.link)
+
+
+def job_from(options: Options, cluster: Cluster) -> Job:
+    """What is to be trained.
+
+    Raises:
+        UsageError: If a number makes no sense; every one at once.
+    """
+    positive = ("seq", "global_batch", "micro_batch", "accumulation", "lora_r", "price", "tp", "pp")
+    problems = [
+        f"--{name.replace('_', '-')} must be more than 0, not {value}"
+        for name in (*positive, "dp_replicate", "dp_shard")
+        if (value := getattr(options, name)) is not None and value <= 0
+    ]
+    if problems:
+        raise UsageError(*problems)
+    from shardwise.facts.hub import load_model
+
+    return Job(
+        model=load_model(options.model),
+        tuning=options.tuning,
+        sequence_length=options.seq,
+        global_batch_size=options.global_batch or _usual_batch(options, cluster),
+        precision=options.precision,
+        reduce_dtype=options.reduce_dtype,
+        optimizer=options.optimizer,
+        lora=LoraSettings(r=options.lora_r, alpha=2 * options.lora_r),
+        price_per_gpu_hour=options.price,
+    )
+
+
+def _usual_batch(options: Options, cluster: Cluster) -> int:
+    """What micro-batch and accumulation give, if both were said; else 32, rounded up to something the cards divide."""
+    data_parallel = max(1, cluster.num_gpus // ((options.tp or 1) * (options.pp or 1)))
+    if options.micro_batch and options.accumulation:
+        return options.micro_batch * options.accumulation * data_parallel
+    unit = data_parallel * (options.micro_batch or 1) * (options.accumulation or 1)
+    return -(-USUAL_GLOBAL_BATCH // unit) * unit
+
+
+def wishes_from(options: Options) -> Wishes:
+    """What the user decides about the split."""
+    from shardwise.planner.search import Wishes
+
+    return Wishes(
+        zero_stage=options.zero,
+        micro_batch_size=options.micro_batch,
+        accumulation=options.accumulation,
+        checkpointing=options.checkpointing,
+        tp=options.tp,
+        pp=options.pp,
+        dp_replicate=options.dp_replicate,
+        dp_shard=options.dp_shard,
+    )
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write a plan file.
+
+    Raises:
+        UsageError: If the file cannot be written.
+    """
+    from shardwise.vocabulary import codec
+
+    text = codec.to_json(plan) if path.suffix == ".json" else codec.to_yaml(plan)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written ({error.strerror}); choose another --out") from error
+    sys.stderr.write(f"wrote {path}\n")

@@ -1,0 +1,246 @@
+"""The phrases that the terminal page and the HTML page share, so that they never say different things."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from shardwise.vocabulary.cluster import Cluster, Link
+from shardwise.vocabulary.job import Job
+from shardwise.vocabulary.ledger import LedgerRow
+from shardwise.vocabulary.memory import Category, Instant
+from shardwise.vocabulary.plan import Candidate, Headline, Plan
+from shardwise.vocabulary.strategy import Strategy
+from shardwise.vocabulary.units import (
+    GB,
+    GIB,
+    KB,
+    MB,
+    MICROSECOND,
+    MILLISECOND,
+    TB,
+    format_bandwidth,
+    format_bytes,
+    format_count,
+    format_gb,
+    format_percent,
+    format_seconds,
+)
+
+TIGHT = 0.05
+"""A plan that fits with a higher chance than this of running out is called tight."""
+INSTANTS = {
+    Instant.LOAD: "while loading",
+    Instant.FORWARD: "at the end of forward",
+    Instant.LOSS: "in the loss",
+    Instant.BACKWARD_FIRST: "at the start of backward",
+    Instant.REDUCE_FIRST: "while the last block's gradients are reduced",
+    Instant.BACKWARD_LAST: "at the end of backward",
+    Instant.REDUCE_LAST: "while the root's gradients are reduced",
+    Instant.OPTIMIZER: "in the optimizer's step",
+    Instant.EVALUATION: "in evaluation",
+    Instant.SAVE: "while saving",
+}
+OPTIMIZERS = {
+    "adamw": "AdamW", "adamw_bf16_states": "AdamW with bf16 states", "adamw_8bit": "8-bit AdamW",
+    "paged_adamw_8bit": "paged 8-bit AdamW", "lamb": "LAMB", "sgd": "SGD",
+}  # fmt: skip
+TUNINGS = {"full": "full fine-tune", "lora": "LoRA", "qlora": "QLoRA", "any": "full fine-tune or adapters"}
+
+
+# ---------------------------------------------------------------------------------------------------- numbers
+
+
+def gb_interval(value: float, interval: tuple[float, float]) -> str:
+    """`21.3 GB (19.8–23.1)`; without the bracket where the interval is a point."""
+    return _with_interval(value / GB, (interval[0] / GB, interval[1] / GB), "GB", 1)
+
+
+def seconds_interval(value: float, interval: tuple[float, float]) -> str:
+    """`1.92 s (1.73–2.17)`, all three in one unit and to three digits of the value."""
+    for unit, name in ((MICROSECOND, "us"), (MILLISECOND, "ms"), (1.0, "s")):
+        scaled = value / unit
+        if scaled < 1000 or name == "s":
+            places = 0 if scaled >= 100 else 1 if scaled >= 10 else 2
+            return _with_interval(scaled, (interval[0] / unit, interval[1] / unit), name, places)
+    raise AssertionError("unreachable: seconds take every value")
+
+
+def _with_interval(value: float, interval: tuple[float, float], unit: str, places: int) -> str:
+    low, high = (f"{edge:,.{places}f}" for edge in interval)
+    text = f"{value:,.{places}f} {unit}"
+    return text if low == high else f"{text} ({low}–{high})"
+
+
+def short_bytes(num_bytes: float) -> str:
+    """Three digits, for tables: `12.4 GB`."""
+    for unit, name in ((TB, "TB"), (GB, "GB"), (MB, "MB"), (KB, "KB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_rate(tokens_per_s: float) -> str:
+    """Tokens a second to three digits, such as `34,100` or `5.25`."""
+    if tokens_per_s <= 0:
+        return "0"
+    digits = 2 - math.floor(math.log10(tokens_per_s))
+    return f"{round(tokens_per_s, digits):,.{max(0, digits)}f}"
+
+
+def format_quantity(value: float | None, unit: str) -> str:
+    """A ledger's or a headline's figure in a unit that suits it; `-` for unknown."""
+    if value is None:
+        return "-"
+    if unit == "bytes":
+        return format_bytes(value)
+    if unit == "seconds":
+        return format_seconds(value)
+    if unit == "tokens/s":
+        return f"{format_rate(value)} tokens/s"
+    if unit == "messages":
+        return f"{value:,.0f}"
+    return f"{value:,.4g} {unit}"
+
+
+def format_error(row: LedgerRow) -> str:
+    """`-3.6 %`, `exact`, or empty where nothing was measured."""
+    error = row.error
+    if error is None:
+        return "exact" if row.measured == 0 and row.predicted == 0 else ""
+    return "exact" if error == 0 else f"{100 * error:+.1f} %"
+
+
+# ---------------------------------------------------------------------------------------------------- nouns
+
+
+def describe_model(job: Job) -> str:
+    """`qwen2.5-7b, 7.62B parameters in 28 blocks`."""
+    model = job.model
+    active = f" ({format_count(model.num_active_parameters)} active)" if model.is_mixture else ""
+    return f"{model.name}, {format_count(model.num_parameters)} parameters{active} in {model.num_hidden_layers} blocks"
+
+
+def describe_cluster(cluster: Cluster) -> str:
+    """The cards and the wires: `2 x rtx-5090 (34.2 GB = 31.8 GiB each), pcie5-x8 at 31.5 GB/s one way (datasheet)`."""
+    cards = f"{cluster.gpus_per_node} × {cluster.gpu.name}"
+    if cluster.num_nodes > 1:
+        cards = f"{cluster.num_nodes} nodes × {cards}"
+    memory = cluster.gpu.memory_bytes
+    text = f"{cards} ({format_gb(memory)} = {memory / GIB:.1f} GiB{' each' if cluster.num_gpus > 1 else ''})"
+    if cluster.gpus_per_node > 1:
+        text += f", {describe_link(cluster.intra_node)}"
+    if cluster.num_nodes > 1 and cluster.inter_node is not None:
+        text += f", between nodes {describe_link(cluster.inter_node)}"
+    return text
+
+
+def card_bytes(cluster: Cluster) -> int:
+    """What a program may use of one card: CUDA's total where it is known, else the driver's."""
+    return cluster.gpu.cuda_memory_bytes or cluster.gpu.memory_bytes
+
+
+def describe_link(link: Link) -> str:
+    """`pcie5-x8 at 31.5 GB/s one way (datasheet)`."""
+    return f"{link.name} at {format_bandwidth(link.bandwidth_bytes_per_s)} one way ({link.source})"
+
+
+def describe_job(job: Job) -> str:
+    """`full fine-tune, 32 sequences x 2,048 tokens = 65,536 tokens a step, bf16, AdamW`."""
+    batch = (
+        f"{job.global_batch_size:,} sequences × {job.sequence_length:,} tokens = {job.tokens_per_step:,} tokens a step"
+    )
+    return f"{TUNINGS[job.tuning]}, {batch}, {job.precision}, {OPTIMIZERS[job.optimizer]}"
+
+
+def describe_batch(strategy: Strategy, sequence_length: int) -> str:
+    """The effective batch in words: `2 x 8 x 4 GPUs = 64 sequences = 131,072 tokens`."""
+    sequences = strategy.global_batch_size
+    return (
+        f"micro-batch {strategy.micro_batch_size} × accumulation {strategy.accumulation} × {strategy.data_parallel} "
+        f"data-parallel rank{'s' if strategy.data_parallel > 1 else ''} = {sequences:,} sequences = "
+        f"{sequences * sequence_length:,} tokens"
+    )
+
+
+def describe_settings(strategy: Strategy) -> str:
+    """What the strategy's name does not say: `2 × 8, no checkpointing, chunked loss`."""
+    checkpointing = (
+        "no checkpointing" if strategy.checkpointing == "none" else f"{strategy.checkpointing} checkpointing"
+    )
+    parts = [f"{strategy.micro_batch_size} × {strategy.accumulation}", checkpointing]
+    if strategy.loss != "plain":
+        parts.append(f"{strategy.loss} loss")
+    if strategy.compile_blocks:
+        parts.append("compiled")
+    if strategy.offload != "none":
+        parts.append(f"{strategy.offload} offloaded")
+    if strategy.sequence_parallel:
+        parts.append("sequence parallel")
+    if strategy.keep_unsharded:
+        parts.append("whole gradients kept")
+    if strategy.pp > 1:
+        chunks = f" × {strategy.virtual_stages}" if strategy.virtual_stages > 1 else ""
+        parts.append(f"{strategy.pipeline_schedule}{chunks}")
+    return ", ".join(parts)
+
+
+def full_name(strategy: Strategy) -> str:
+    """Tuning and split: `LoRA, DDP` or `ZeRO-2`."""
+    return strategy.name if strategy.tuning == "full" else f"{TUNINGS[strategy.tuning]}, {strategy.name}"
+
+
+def wire_bytes(candidate: Candidate) -> int:
+    """Bytes that one rank sends in one optimizer step."""
+    return sum(collective.wire_bytes for collective in candidate.collectives)
+
+
+def verdict(candidate: Candidate, card_bytes: int) -> str:
+    """`fits`, `tight: 12 % chance of running out`, or `needs 7.2 GB more`."""
+    chance = format_percent(candidate.probability_of_oom)
+    if candidate.fits:
+        return "fits" if candidate.probability_of_oom <= TIGHT else f"tight: {chance} chance to run out"
+    missing = candidate.memory.device_bytes - card_bytes
+    return f"needs {format_gb(missing)} more" if missing > 0 else f"too close: {chance} chance to run out"
+
+
+def sentence_about(candidate: Candidate, plan: Plan) -> tuple[str, str]:
+    """Two lines about a candidate: its memory, and its time."""
+    card = card_bytes(plan.cluster)
+    memory = (
+        f"{gb_interval(candidate.memory.device_bytes, candidate.memory_interval_bytes)} of {format_gb(card)} on each "
+        f"card, peak {INSTANTS[candidate.memory.peak_instant]}; {format_percent(candidate.probability_of_oom)} chance "
+        "to run out"
+    )
+    time = (
+        f"{seconds_interval(candidate.step.seconds, candidate.step_interval_seconds)} a step, "
+        f"{format_rate(candidate.tokens_per_s)} tokens/s over all cards, MFU "
+        f"{format_percent(candidate.model_flops_utilization)}"
+    )
+    return memory, time
+
+
+# ---------------------------------------------------------------------------------------------------- choices
+
+
+def leaders(candidates: Sequence[Candidate], taken: Candidate | None, limit: int = 12) -> list[Candidate]:
+    """The best candidate of each split and tuning, in the plan's order, and always the one that was taken."""
+    best: dict[tuple[str, str], Candidate] = {}
+    for candidate in candidates:
+        best.setdefault((candidate.strategy.tuning, candidate.strategy.name), candidate)
+    if taken is not None:
+        best[(taken.strategy.tuning, taken.strategy.name)] = taken
+    return list(best.values())[:limit]
+
+
+def memory_by_category(candidate: Candidate) -> dict[Category, int]:
+    """Bytes at the peak by category; they add up to the device's bytes."""
+    return candidate.memory.by_category()
+
+
+def headline_rows(headlines: Iterable[Headline]) -> list[tuple[str, str, str, str]]:
+    """Name, headline, calibrated, formula of each envelope figure."""
+    return [
+        (line.name, format_quantity(line.value, line.unit), format_quantity(line.calibrated, line.unit), line.formula)
+        for line in headlines
+    ]
