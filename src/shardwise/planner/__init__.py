@@ -1,0 +1,11 @@
+"""Arithmetic in milliseconds, without torch: memory, time and wire of every strategy, the one to take, and why.
+
+memory.py    all terms of one strategy on one rank
+compute.py   seconds of a block, the loss and the optimizer on one card
+wire.py      seconds of a collective on a group of cards
+timeline.py  one optimizer step on lanes
+headline.py  the same questions on the back of an envelope
+search.py    all strategies, ranked; the decision rules
+advice.py    what would make it fit, whether more cards help
+explain.py   the arithmetic with the user's own numbers, line by line
+"""

@@ -1,0 +1,202 @@
+"""Seconds of a block, the loss and the optimizer on one card.
+
+[Note: three limits of a kernel]
+A kernel is limited by arithmetic, by memory traffic or by the host that launches it. Matrices and attention are
+arithmetic: FLOPs over the rate attained at their size. The rest of a block is traffic: bytes over bandwidth. Both run
+one after the other on the card; the host launches ahead and limits only where its time is longer.
+
+Rates come from the cluster file where `probe` measured them. Otherwise a share of the data sheet's peak is assumed, by
+architecture, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.levers.checkpointing.cost import attention_flops_per_token, recomputed_share
+from shardwise.levers.optimizer.cost import step_traffic_bytes
+from shardwise.levers.precision.cost import COMPUTE_DTYPE
+from shardwise.vocabulary.cluster import Cluster, RatePoint
+from shardwise.vocabulary.placement import Placement, adapted
+
+MATMUL_SHARE = {"volta": 0.8, "turing": 0.8, "ampere": 0.85, "ada": 0.85, "hopper": 0.75, "blackwell": 0.75}
+"""Share of the data sheet's dense peak that a large bf16 product attains; Hopper and Blackwell are limited by power."""
+ATTENTION_SHARE = {"volta": 0.3, "turing": 0.3, "ampere": 0.55, "ada": 0.5, "hopper": 0.38, "blackwell": 0.3}
+"""The same for causal attention (flash kernels of torch's sdpa), counting half of the square."""
+ATTENTION_BACKWARD_FLOPS = 2.5
+"""Backward FLOPs over forward FLOPs: five products instead of two."""
+TRAFFIC_SHARE = 0.85
+"""Share of memory bandwidth that elementwise kernels attain."""
+SMALL_SIDE = 256
+"""A product whose (tokens x in x out) has this cube root attains half of the large rate."""
+LAUNCH_SECONDS = 6e-6
+"""Host time of one kernel in eager code, Python included."""
+KERNELS_EAGER, KERNELS_COMPILED = 34, 14
+"""Kernels of one block's forward."""
+HOOK_SECONDS = 150e-6
+"""Host time of fully_shard's hooks around one block, each direction."""
+CPU_KERNEL_SECONDS = 15e-6
+"""Overhead of one operation on a CPU, eager."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeTimes:
+    """Seconds on the compute lane for one micro-batch, and for one optimizer step."""
+
+    block_forward: float
+    block_backward: float
+    """With what checkpointing computes again."""
+    head: float
+    """Final norm, head and loss, forward and backward."""
+    embedding: float
+    optimizer: float
+    host_per_block: float
+    """Host time of one block, forward and backward together."""
+
+
+def compute_times(place: Placement, cluster: Cluster) -> ComputeTimes:
+    """Times of this rank's part of the model for one micro-batch."""
+    rates = Rates(cluster, COMPUTE_DTYPE[place.strategy.precision])
+    matrices, attention = _matrix_seconds(place, rates), _attention_seconds(place, rates)
+    traffic = _traffic_bytes(place) / rates.traffic
+    forward = matrices + attention + traffic
+    weight_gradients = 1.0 if place.trains_all else _adapter_share(place)
+    backward = matrices * (1 + weight_gradients) + attention * ATTENTION_BACKWARD_FLOPS + 2 * traffic
+    backward += forward * recomputed_share(place.strategy.checkpointing)
+    return ComputeTimes(
+        block_forward=forward,
+        block_backward=backward,
+        head=_head_seconds(place, rates) if place.is_last else 0.0,
+        embedding=4 * place.tokens * place.model.hidden_size * place.element_bytes / rates.traffic,
+        optimizer=step_traffic_bytes(place) / rates.traffic,
+        host_per_block=_host_seconds(place, cluster),
+    )
+
+
+class Rates:
+    """Attained rates of one card in one dtype."""
+
+    def __init__(self, cluster: Cluster, dtype: str) -> None:
+        gpu, measured = cluster.gpu, cluster.measurements
+        architecture = gpu.architecture if gpu.architecture in MATMUL_SHARE else "ampere"
+        self.measured = tuple(measured.matmul_flops.get(dtype, ()))
+        self.assumed = not self.measured
+        self.matmul_peak = gpu.peak_flops.get(dtype, min(gpu.peak_flops.values())) * MATMUL_SHARE[architecture]
+        self.attention_points = {name: tuple(points) for name, points in measured.attention_flops.items()}
+        attention_dtype = "bf16" if dtype == "fp8" else dtype
+        attention_peak = gpu.peak_flops.get(attention_dtype, min(gpu.peak_flops.values()))
+        self.attention_peak = attention_peak * ATTENTION_SHARE[architecture]
+        copied = measured.copy_bytes_per_s
+        self.traffic = copied if copied else gpu.memory_bandwidth_bytes_per_s * TRAFFIC_SHARE
+
+    def matmul(self, rows: int, inner: int, columns: int) -> float:
+        """FLOP/s of a product [rows, inner] x [inner, columns]."""
+        side = (rows * inner * columns) ** (1 / 3)
+        if self.measured:
+            return interpolate(self.measured, side)
+        return self.matmul_peak * side / (side + SMALL_SIDE)
+
+    def attention(self, sequence: int, which: str = "forward") -> float:
+        """FLOP/s of causal attention, counting half of the square."""
+        points = self.attention_points.get(which, ())
+        return interpolate(points, sequence) if points else self.attention_peak * sequence / (sequence + SMALL_SIDE)
+
+
+def interpolate(points: Sequence[RatePoint], size: float) -> float:
+    """The rate at `size`, log-log between the measured points, constant outside them."""
+    if size <= points[0].size:
+        return points[0].rate
+    for low, high in zip(points, points[1:], strict=False):
+        if size <= high.size:
+            share = math.log(size / low.size) / math.log(high.size / low.size)
+            return low.rate * (high.rate / low.rate) ** share
+    return points[-1].rate
+
+
+def _matrix_seconds(place: Placement, rates: Rates) -> float:
+    """Forward of one block's matrices, adapters included."""
+    tp, seconds = place.strategy.tp, 0.0
+    for linear in place.model.linears:
+        rows = place.tokens * linear.active_copies
+        per_copy = max(1, rows // max(1, linear.copies)) if linear.copies > 1 else rows
+        rate = rates.matmul(per_copy, linear.in_features, linear.out_features)
+        seconds += 2 * rows * linear.matrix_parameters / tp / rate
+    if not place.trains_all:
+        for linear in adapted(place.model, place.job.lora):
+            narrow = 2 * place.tokens * place.job.lora.r * (linear.in_features + linear.out_features)
+            bytes_moved = place.tokens * place.element_bytes * (linear.in_features + 3 * linear.out_features)
+            seconds += max(narrow / rates.matmul(place.tokens, linear.in_features, place.job.lora.r), bytes_moved / rates.traffic) / tp
+    if place.strategy.tuning == "qlora":
+        seconds += 2.5 * place.quantized / place.num_blocks / rates.traffic
+    return seconds
+
+
+def _adapter_share(place: Placement) -> float:
+    """Weight gradients of adapters, relative to all matrices."""
+    adapters = place.adapter_elements
+    return adapters / (place.model.active_block_parameters / place.strategy.tp + adapters)
+
+
+def _attention_seconds(place: Placement, rates: Rates) -> float:
+    sequence = place.job.sequence_length
+    flops = place.tokens * attention_flops_per_token(place.model, sequence) / place.strategy.tp
+    seconds = flops / rates.attention(sequence)
+    if place.job.attention == "eager":
+        scores = place.tokens * sequence * place.model.num_attention_heads / place.strategy.tp
+        seconds = 2 * flops / rates.matmul(sequence, place.model.head_dim, sequence)
+        seconds += 6 * scores * place.element_bytes / rates.traffic
+    return seconds
+
+
+def _traffic_bytes(place: Placement) -> float:
+    """Bytes that norms, rotation, residuals and the gated activation move in one block's forward.
+
+    Counted operation by operation over Hugging Face's eager Llama code; compiled code reads and writes each once.
+    """
+    model, tp = place.model, place.strategy.tp
+    h, f = model.hidden_size, model.intermediate_size * max(1, model.num_experts_per_tok) / tp
+    heads = (model.query_size + model.key_value_size) / tp
+    unit = place.element_bytes / 2
+    if place.strategy.compile_blocks:
+        per_token = unit * (8 * model.norms_per_block * h + 4 * heads + 6 * f)
+    else:
+        norm = 28 + 8 * unit
+        per_token = norm * model.norms_per_block * h + unit * (12 * h + 20 * heads + 10 * f)
+        per_token += norm * heads if model.qk_norm else 0
+    return place.tokens * per_token
+
+
+def _head_seconds(place: Placement, rates: Rates) -> float:
+    """Head and loss, forward and backward: three products (two without weight gradients) and fp32 softmax traffic."""
+    vocab = place.model.vocab_size / place.strategy.tp
+    products = 3 if place.trains_all else 2
+    if place.strategy.loss != "plain":
+        products += 1
+    rate = rates.matmul(place.tokens, place.model.hidden_size, place.model.vocab_size)
+    seconds = products * 2 * place.tokens * place.model.hidden_size * vocab / rate
+    traffic = {"plain": 38, "chunked": 48, "fused": 10}[place.strategy.loss] * place.element_bytes / 2
+    return seconds + traffic * place.tokens * vocab / rates.traffic
+
+
+def _host_seconds(place: Placement, cluster: Cluster) -> float:
+    kernels = KERNELS_COMPILED if place.strategy.compile_blocks else KERNELS_EAGER
+    if not place.trains_all:
+        kernels += 5 * len(adapted(place.model, place.job.lora))
+    passes = 3 + recomputed_share(place.strategy.checkpointing)
+    if cluster.gpu.architecture == "cpu":
+        return passes * kernels * CPU_KERNEL_SECONDS
+    launch = cluster.measurements.launch_gap_seconds or LAUNCH_SECONDS
+    return passes * kernels * launch + 2 * HOOK_SECONDS
+
+
+def model_flops_per_token(place: Placement) -> float:
+    """FLOPs a token for MFU: 6 a matrix parameter (4 + 2 x share trained under LoRA) and causal attention, three passes.
+
+    Recomputation is not counted. Source: PaLM, arXiv:2204.02311, appendix B, with the causal half of the square.
+    """
+    model = place.model
+    attention = model.num_hidden_layers * attention_flops_per_token(model, place.job.sequence_length)
+    passes = 3.0 if place.trains_all else 2.0
+    return passes * (2 * model.matmul_parameters + attention)

@@ -1,0 +1,226 @@
+"""One optimizer step on lanes: an event simulation, block by block.
+
+[Note: what waits for what]
+forward   a block waits for its all_gather; the next all_gather starts when the lane is free and the block before the
+          current one is done (two buffers)
+backward  the all_gather of the block before starts with the block's backward (prefetch); a reduction starts when the
+          block's gradients exist; both share the group's lane, in the order of their issue
+          (with dp_replicate > 1 reductions then pass on the replicate lane)
+tensor    sums stand in the way: nothing hides them
+step      the optimizer waits for all reductions
+
+Equal micro-batches repeat: the first, one inner and the last are simulated, the inner one counts as often as it occurs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shardwise.axes.pipeline import cost as pipeline
+from shardwise.axes.replicate import cost as replicate
+from shardwise.axes.shard import cost as shard
+from shardwise.axes.tensor import cost as tensor
+from shardwise.planner.compute import ComputeTimes, compute_times
+from shardwise.planner.wire import collective_seconds
+from shardwise.vocabulary.cluster import Cluster
+from shardwise.vocabulary.placement import Placement
+from shardwise.vocabulary.strategy import Axis
+from shardwise.vocabulary.timeline import COMPUTE_LANE, Collective, Pass, Site, Span, SpanKind, StepTimeline
+
+CONTENTION = 1.05
+"""Compute is this much slower while a collective runs beside it; used where `probe` did not measure it."""
+
+
+def sends(place: Placement) -> tuple[Collective, ...]:
+    """Everything that one rank sends in a step."""
+    return shard.sends(place) + replicate.sends(place) + tensor.sends(place) + pipeline.sends(place)
+
+
+def step_timeline(place: Placement, cluster: Cluster, *, keep_spans: bool = False) -> StepTimeline:
+    """Predict one optimizer step of this rank."""
+    messages = sends(place)
+    prices = [(message, collective_seconds(cluster, place.strategy, message)) for message in messages]
+    simulation = _Simulation(place, compute_times(place, cluster), prices, keep_spans=keep_spans)
+    return simulation.run(cluster)
+
+
+@dataclass
+class _Clock:
+    """Where each lane stands."""
+
+    compute: float = 0.0
+    shard: float = 0.0
+    replicate: float = 0.0
+    waited: float = 0.0
+    """Compute lane waiting for messages."""
+    wire: float = 0.0
+    """All messages."""
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """Seconds of the messages of one group of parameters, by site."""
+
+    gather_forward: dict[Site, float] = field(default_factory=dict[Site, float])
+    gather_backward: dict[Site, float] = field(default_factory=dict[Site, float])
+    reduce: dict[Site, float] = field(default_factory=dict[Site, float])
+    replicate: dict[Site, float] = field(default_factory=dict[Site, float])
+
+
+class _Simulation:
+    """The event simulation of one rank; see [Note: what waits for what]."""
+
+    def __init__(
+        self, place: Placement, times: ComputeTimes, prices: list[tuple[Collective, float]], *, keep_spans: bool
+    ) -> None:
+        self.place, self.times, self.prices = place, times, prices
+        self.blocks = place.num_blocks
+        self.accumulation = place.strategy.accumulation
+        self.serial_forward, self.serial_backward = self._serial("forward"), self._serial("backward")
+        self.clock = _Clock()
+        self.spans: list[Span] = []
+        self.keep_spans = keep_spans
+
+    def _serial(self, during: Pass) -> float:
+        """Seconds a block waits for sums that nothing hides."""
+        total = sum(
+            seconds * message.count
+            for message, seconds in self.prices
+            if message.hides_behind == "nothing" and message.during == during
+        )
+        return total / (self.blocks * self.accumulation) if self.blocks else 0.0
+
+    def _messages(self, *, first: bool, last: bool) -> _Messages:
+        """What crosses the wire in a micro-batch."""
+        found = _Messages()
+        for message, seconds in self.prices:
+            if message.hides_behind == "nothing" or message.op == "send":
+                continue
+            once = message.every == "step"
+            if message.op == "all_gather":
+                if once and not first:
+                    continue
+                into = found.gather_forward if message.during == "forward" else found.gather_backward
+            else:
+                if once and not last:
+                    continue
+                into = found.replicate if message.axis is Axis.DP_REPLICATE else found.reduce
+            into[message.site] = into.get(message.site, 0.0) + seconds
+        return found
+
+    def run(self, cluster: Cluster) -> StepTimeline:
+        """Simulate the step."""
+        inner = max(0, self.accumulation - 2)
+        repeated, repeated_waited, repeated_wire = 0.0, 0.0, 0.0
+        rounds = ["first"] + (["inner"] if inner else []) + (["last"] if self.accumulation > 1 else [])
+        for name in rounds:
+            before = (self.clock.compute, self.clock.waited, self.clock.wire)
+            only = self.accumulation == 1
+            self._micro_batch(self._messages(first=name == "first", last=name == "last" or only))
+            if name == "inner":
+                repeated = (inner - 1) * (self.clock.compute - before[0])
+                repeated_waited = (inner - 1) * (self.clock.waited - before[1])
+                repeated_wire = (inner - 1) * (self.clock.wire - before[2])
+        drained = max(self.clock.compute, self.clock.shard, self.clock.replicate)
+        self._wait_until(drained)
+        self._compute("optimizer", self.times.optimizer, kind="optimizer")
+        return self._summary(cluster, repeated, repeated_waited, repeated_wire)
+
+    def _micro_batch(self, messages: _Messages) -> None:
+        self._forward(messages)
+        self._backward(messages)
+
+    def _forward(self, messages: _Messages) -> None:
+        gather = messages.gather_forward
+        self._wait_until(self._send("shard", "all_gather root", gather.get("root", 0.0), self.clock.compute))
+        self._wait_until(self._send("shard", "all_gather embedding", gather.get("embedding", 0.0), self.clock.compute))
+        self._compute("embedding", self.times.embedding)
+        ready = self._send("shard", "all_gather 0", gather.get("block", 0.0), self.clock.compute)
+        before_last = self.clock.compute
+        for i in range(self.blocks):
+            self._wait_until(ready)
+            if i + 1 < self.blocks:
+                ready = self._send("shard", f"all_gather {i + 1}", gather.get("block", 0.0), before_last)
+            before_last = self.clock.compute
+            self._compute(f"forward {i}", self.times.block_forward)
+            self._wait_until(self.clock.compute + self.serial_forward, lane="tp", name="tensor sums")
+
+    def _backward(self, messages: _Messages) -> None:
+        gather = messages.gather_backward
+        self._compute("loss", self.times.head)
+        ready = self._send("shard", f"all_gather {self.blocks - 1}", gather.get("block", 0.0), self.clock.compute)
+        for i in reversed(range(self.blocks)):
+            self._wait_until(ready)
+            if i > 0:
+                ready = self._send("shard", f"all_gather {i - 1}", gather.get("block", 0.0), self.clock.compute)
+            self._compute(f"backward {i}", self.times.block_backward)
+            self._wait_until(self.clock.compute + self.serial_backward, lane="tp", name="tensor sums")
+            self._reduce(messages, "block", str(i))
+        self._send("shard", "all_gather embedding", gather.get("embedding", 0.0), self.clock.compute)
+        self._reduce(messages, "root", "root")
+        self._reduce(messages, "embedding", "embedding")
+
+    def _reduce(self, messages: _Messages, site: Site, label: str) -> None:
+        """A group's gradients: across shards, then across replicas."""
+        done = self._send("shard", f"reduce_scatter {label}", messages.reduce.get(site, 0.0), self.clock.compute)
+        start = max(self.clock.compute, done)
+        self._send("replicate", f"all_reduce {label}", messages.replicate.get(site, 0.0), start)
+
+    def _send(self, lane: str, name: str, seconds: float, earliest: float) -> float:
+        """Put a message on a lane; returns when it is over."""
+        if seconds <= 0.0:
+            return earliest if lane == "replicate" else self.clock.compute
+        start = max(self.clock.shard if lane == "shard" else self.clock.replicate, earliest)
+        end = start + seconds
+        if lane == "shard":
+            self.clock.shard = end
+        else:
+            self.clock.replicate = end
+        self.clock.wire += seconds
+        axis = Axis.DP_SHARD if lane == "shard" else Axis.DP_REPLICATE
+        self._record(axis.value, "wire", name, start, seconds)
+        return end
+
+    def _wait_until(self, moment: float, lane: str = "", name: str = "") -> None:
+        """The compute lane waits for a message."""
+        if moment > self.clock.compute:
+            waited = moment - self.clock.compute
+            if lane:
+                self.clock.wire += waited
+                self._record(lane, "wire", name, self.clock.compute, waited)
+            self.clock.waited += waited
+            self.clock.compute = moment
+
+    def _compute(self, name: str, seconds: float, kind: SpanKind = "compute") -> None:
+        if seconds > 0.0:
+            self._record(COMPUTE_LANE, kind, name, self.clock.compute, seconds)
+            self.clock.compute += seconds
+
+    def _record(self, lane: str, kind: SpanKind, name: str, start: float, seconds: float) -> None:
+        if self.keep_spans:
+            self.spans.append(Span(lane=lane, kind=kind, name=name, start_seconds=start, seconds=seconds))
+
+    def _summary(self, cluster: Cluster, repeated: float, waited: float, wire: float) -> StepTimeline:
+        """Add what repeats, contention, the bubble and the host."""
+        total = self.clock.compute + repeated
+        exposed, wire = self.clock.waited + waited, self.clock.wire + wire
+        compute = total - exposed
+        slowdown = cluster.measurements.matmul_slowdown_under_wire or CONTENTION
+        contention = max(0.0, min(wire - exposed, compute)) * (slowdown - 1)
+        compute, total = compute + contention, total + contention
+        hidden_from = compute - self.times.optimizer
+        host = max(0.0, self.times.host_per_block * self.blocks * self.accumulation - hidden_from - exposed)
+        sends = sum(s * m.count for m, s in self.prices if m.op == "send") / max(1, self.accumulation)
+        total, exposed, wire = total + host + sends, exposed + sends, wire + sends * self.accumulation
+        idle = pipeline.idle_share(self.place.strategy)
+        bubble = (total - self.times.optimizer) * idle / (1 - idle)
+        return StepTimeline(
+            seconds=total + bubble,
+            compute_seconds=compute,
+            exposed_wire_seconds=exposed,
+            bubble_seconds=bubble,
+            host_seconds=host,
+            wire_seconds=wire,
+            optimizer_seconds=self.times.optimizer,
+            spans=tuple(self.spans),
+        )
