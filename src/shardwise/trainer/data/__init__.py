@@ -1,9 +1,12 @@
 """From a file of conversations to the tensors of one micro-batch. No process group is ever needed here.
 
     options     DataOptions                                  the keys of the run file that decide the tokens
-    formats     file or hub id -> Example                    what a row means; every bad line, by number
+    sources     file, folder or hub id -> Row                bad lines by number; none of them ends the reading
+    formats     Row -> Example                               what the columns mean
     template    Example -> text + supervised spans           chat template, assistant-only masks
-    tokenize    DataOptions -> TokenizedSet                  the whole set, once, cached on disk; truncation counted
+    encode      texts -> token ids + marks                   from character spans to tokens; truncation counted
+    cache       DataOptions + tokenizer -> a key             tokenized sets on disk, safe against kill and corruption
+    tokenize    DataOptions -> TokenizedSet                  the whole set, once, in parallel
     store       TokenizedSet                                 flat memory-mapped arrays and a report
     packing     lengths -> Packing                           best-fit decreasing into fixed token budgets
     batches     TokenizedSet + BatchOptions -> BatchPlan     who sees which sample at which step, on any number of ranks

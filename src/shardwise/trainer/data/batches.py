@@ -49,9 +49,9 @@ class BatchOptions:
     seed: int = 42
     """Seed of the shuffle."""
     num_train_epochs: float = 1.0
-    """Passes over the set; a fraction is rounded up to a whole step. Ignored if `max_steps` is positive."""
-    max_steps: int = -1
-    """Optimizer steps; -1 means by epochs. The set is repeated as often as needed."""
+    """Passes over the set; a fraction is rounded up to a whole step. Ignored if `max_steps` is set."""
+    max_steps: int | None = None
+    """Optimizer steps, the set repeated as often as needed; None counts by epochs."""
     packing: bool = False
     """Whether several samples share a row of `max_length` tokens."""
     max_length: int | None = None
@@ -110,7 +110,7 @@ class BatchPlan:
         """Optimizer steps in one pass over the set."""
         self.num_steps = (
             options.max_steps
-            if options.max_steps > 0
+            if options.max_steps is not None
             else math.ceil(round(options.num_train_epochs * self.steps_per_epoch, 9))
         )
         """Optimizer steps of the whole run."""
@@ -267,9 +267,9 @@ def plan_batches(tokenized: TokenizedSet, options: BatchOptions) -> BatchPlan:
         )
         if value < 1
     ]
-    if options.max_steps == 0 or options.max_steps < -1:
-        problems.append(f"max_steps is {options.max_steps}; it must be at least 1, or -1 to count by epochs.")
-    if options.max_steps == -1 and not options.num_train_epochs > 0:
+    if options.max_steps is not None and options.max_steps < 1:
+        problems.append(f"max_steps is {options.max_steps}; it must be at least 1, or not set to count by epochs.")
+    if options.max_steps is None and not options.num_train_epochs > 0:
         problems.append(f"num_train_epochs is {options.num_train_epochs}; it must be above 0, or set max_steps.")
     if options.packing and options.max_length is None:
         problems.append("packing needs max_length, the token budget of a row; it is not set.")

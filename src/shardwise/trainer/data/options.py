@@ -20,13 +20,13 @@ class DataOptions:
     """Configuration of a hub data set, such as `default`."""
     column_map: Mapping[str, str] = field(default_factory=dict[str, str])
     """Renames columns before their meaning is looked for: `{"question": "prompt"}`."""
-    max_length: int = 2048
+    max_length: int = 1024
     """Longer samples are cut here, and counted."""
     assistant_only_loss: bool = True
     """Conversations: learn the assistant's tokens only. False learns every token."""
     completion_only_loss: bool = True
     """`prompt` + `completion`: learn the completion only. False learns every token."""
-    chat_template: str | None = None
+    chat_template_path: str | None = None
     """Path of a jinja file that replaces the tokenizer's chat template."""
     skip_bad_rows: bool = False
     """Leave out rows that cannot be read or used, and count them; otherwise they are an error."""
