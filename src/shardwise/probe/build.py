@@ -1,0 +1,236 @@
+"""From what the ranks found to the Cluster that `plan` reads. Arithmetic only, no torch."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping
+
+from shardwise.probe.curves import fit_line, interpolate, left_out_error, median, predict_by_line
+from shardwise.probe.findings import Findings, Fit, ProbeReport, RateRecord, Scope, WireRecord
+from shardwise.vocabulary.cluster import (
+    Cluster,
+    CollectiveCurve,
+    CurvePoint,
+    Gpu,
+    Link,
+    LinkKind,
+    Measurements,
+    RatePoint,
+)
+from shardwise.vocabulary.timeline import bus_factor
+from shardwise.vocabulary.units import KIB, format_bytes
+
+SMALL_BYTES = 4 * KIB
+"""Up to this size a message's time is latency."""
+FITTED_FROM_BYTES = 64 * KIB
+"""The line is fitted from here up; smaller messages use other protocols, with a kink between."""
+
+
+def build_report(findings: Findings, today: datetime.date | None = None) -> ProbeReport:
+    """The Cluster, and how well its tables predict.
+
+    Args:
+        findings: Of all ranks.
+        today: The date to write; the clock's if None.
+    """
+    first = findings.ranks[0]
+    num_nodes = 1 + max(rank.node for rank in findings.ranks)
+    per_node = len(findings.ranks) // num_nodes
+    fits = tuple(fit_all(findings.wire))
+    host_memory = [rank.host_memory_bytes for rank in findings.ranks if rank.host_memory_bytes is not None]
+    cluster = Cluster(
+        name=_cluster_name(findings, num_nodes, per_node),
+        gpu=_gpu(findings),
+        num_nodes=num_nodes,
+        gpus_per_node=per_node,
+        intra_node=_link(findings, "intra_node") or _no_wire(findings),
+        inter_node=_link(findings, "inter_node"),
+        host_memory_bytes=min(host_memory, default=None),
+        measurements=_measurements(findings),
+        versions={**findings.versions, **findings.switches},
+        source="measured",
+        date=(today or datetime.date.today()).isoformat(),
+        assumptions=tuple(_assumptions(findings)),
+    )
+    assert first.rank == 0
+    return ProbeReport(cluster=cluster, findings=findings, fits=fits)
+
+
+def _cluster_name(findings: Findings, num_nodes: int, per_node: int) -> str:
+    first = findings.ranks[0]
+    prefix = f"{num_nodes}x" if num_nodes > 1 else ""
+    if first.architecture == "cpu":
+        return f"cpu-{prefix}{per_node}x{first.num_threads}"
+    return f"{prefix}{per_node}x-" + first.device_name.lower().replace(" ", "-")
+
+
+def _assumptions(findings: Findings) -> Iterable[str]:
+    names = sorted({rank.device_name for rank in findings.ranks})
+    if len(names) > 1:
+        yield f"The cards differ ({', '.join(names)}); all are taken for the weakest of them."
+    if not findings.wire:
+        yield "No wire was measured (one rank); intra_node stands for memory copies inside one device."
+    if findings.ranks[0].architecture == "cpu":
+        yield "A card is one rank's share of the cores; its memory is that share of what was free for new programs."
+
+
+# ----------------------------------------------------------------------------------------------------------------- gpu
+
+
+def _gpu(findings: Findings) -> Gpu:
+    first = findings.ranks[0]
+    peak: dict[str, float] = {}
+    for record in findings.rates:
+        if record.what == "matmul":
+            peak[record.dtype] = max(record.rate, peak.get(record.dtype, 0.0))
+    name = first.device_name
+    if first.architecture == "cpu":
+        name = f"{first.num_threads} core(s) of {name}"
+    cuda = [rank.cuda_memory_bytes for rank in findings.ranks if rank.cuda_memory_bytes is not None]
+    return Gpu(
+        name=name,
+        memory_bytes=min(rank.device_memory_bytes for rank in findings.ranks),
+        cuda_memory_bytes=min(cuda) if cuda else None,
+        peak_flops=peak,
+        memory_bandwidth_bytes_per_s=findings.copy_bytes_per_s or 0.0,
+        architecture=first.architecture,
+        source="measured",
+    )
+
+
+def _measurements(findings: Findings) -> Measurements:
+    memory = {record.what: record.bytes for record in findings.memory}
+    attention = [record for record in findings.rates if record.what.startswith("attention ")]
+    communicators = [num_bytes for what, num_bytes in memory.items() if what.startswith("communicator")]
+    return Measurements(
+        matmul_flops=_rate_points((record for record in findings.rates if record.what == "matmul"), by="dtype"),
+        attention_flops=_rate_points(attention, by="pass"),
+        copy_bytes_per_s=findings.copy_bytes_per_s,
+        host_to_device_bytes_per_s=findings.host_to_device_bytes_per_s,
+        device_to_host_bytes_per_s=findings.device_to_host_bytes_per_s,
+        launch_gap_seconds=findings.launch_gap_seconds,
+        context_bytes=memory.get("context"),
+        communicator_bytes=max(communicators, default=None),
+        matmul_slowdown_under_wire=findings.contention.matmul_slowdown if findings.contention else None,
+        wire_slowdown_under_matmul=findings.contention.wire_slowdown if findings.contention else None,
+        checkpoint_bytes_per_s=findings.checkpoint_bytes_per_s,
+    )
+
+
+def _rate_points(records: Iterable[RateRecord], by: str) -> Mapping[str, tuple[RatePoint, ...]]:
+    found: dict[str, list[RatePoint]] = {}
+    for record in records:
+        key = record.dtype if by == "dtype" else record.what.removeprefix("attention ")
+        found.setdefault(key, []).append(RatePoint(size=record.size, rate=record.rate))
+    return {key: tuple(sorted(points, key=lambda point: point.size)) for key, points in found.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------- link
+
+
+def points_of(records: Iterable[WireRecord]) -> tuple[CurvePoint, ...]:
+    """A table in order of size."""
+    ordered = sorted(records, key=lambda record: record.bytes)
+    return tuple(CurvePoint(bytes=record.bytes, seconds=record.seconds) for record in ordered)
+
+
+def _by_curve(records: Iterable[WireRecord]) -> dict[tuple[str, str], list[WireRecord]]:
+    found: dict[tuple[str, str], list[WireRecord]] = {}
+    for record in records:
+        found.setdefault((record.op, record.grouping), []).append(record)
+    return found
+
+
+def curves_of(records: Iterable[WireRecord]) -> tuple[CollectiveCurve, ...]:
+    """One table for each op and number of ranks.
+
+    Groups of neighbors stand for their number of ranks; strides are only in the full report, as a Cluster's table does
+    not tell the two apart.
+    """
+    found: dict[tuple[str, int], CollectiveCurve] = {}
+    for (_, grouping), members in _by_curve(records).items():
+        key = (members[0].op, members[0].ranks)
+        if key not in found and not grouping.startswith("strides"):
+            found[key] = CollectiveCurve(op=members[0].op, ranks=members[0].ranks, points=points_of(members))
+    return tuple(found.values())
+
+
+def fit_all(records: Iterable[WireRecord]) -> Iterable[Fit]:
+    """The line through each table, and both ways of predicting judged at left-out sizes."""
+    for (_, grouping), members in _by_curve(records).items():
+        points = points_of(members)
+        fitted = [point for point in points if point.bytes >= FITTED_FROM_BYTES]
+        if len(fitted) < 3:
+            continue
+        line = fit_line(fitted)
+        line_error, table_error = left_out_error(fitted, predict_by_line), left_out_error(points, interpolate)
+        if line.seconds_per_byte <= 0 or line_error is None or table_error is None:
+            continue
+        yield Fit(
+            op=members[0].op,
+            grouping=grouping,
+            ranks=members[0].ranks,
+            smallest_bytes=fitted[0].bytes,
+            largest_bytes=fitted[-1].bytes,
+            latency_seconds=line.latency_seconds,
+            bus_bandwidth_bytes_per_s=bus_factor(members[0].op, members[0].ranks) / line.seconds_per_byte,
+            line_error=line_error,
+            table_error=table_error,
+        )
+
+
+def _link(findings: Findings, scope: Scope) -> Link | None:
+    """The wire of one scope, described by its all_reduce over the most ranks; None if nothing was measured on it."""
+    records = [record for record in findings.wire if record.scope == scope]
+    if not records:
+        return None
+    reference = [record for record in records if record.op == "all_reduce"] or records
+    widest = max(record.ranks for record in reference)
+    reference = [record for record in reference if record.ranks == widest]
+    points = points_of(record for record in reference if record.grouping == reference[0].grouping)
+    large = [point for point in points if point.bytes >= FITTED_FROM_BYTES] or list(points[-1:])
+    line = fit_line(large)
+    factor = bus_factor(reference[0].op, widest)
+    attained = (
+        factor / line.seconds_per_byte if line.seconds_per_byte else factor * points[-1].bytes / points[-1].seconds
+    )
+    small = [point.seconds for point in points if point.bytes <= SMALL_BYTES] or [points[0].seconds]
+    error = left_out_error(large, predict_by_line)
+    checked = f"; off by {100 * error:.0f} % on average at sizes left out of it" if error is not None else ""
+    return Link(
+        name=f"measured-{scope.replace('_', '-')}",
+        kind=_link_kind(findings, scope),
+        bandwidth_bytes_per_s=attained,
+        latency_seconds=median(small),
+        attained_fraction=1.0,
+        attained_source=(
+            f"bus bandwidth of {reference[0].op} over {widest} ranks, least squares of t = a + b*bytes over "
+            f"{format_bytes(large[0].bytes)} to {format_bytes(large[-1].bytes)}{checked}; latency: median up to "
+            f"{format_bytes(max(SMALL_BYTES, points[0].bytes))}"
+        ),
+        curves=curves_of(records),
+        source="measured",
+    )
+
+
+def _link_kind(findings: Findings, scope: Scope) -> LinkKind:
+    if scope == "inter_node":
+        return "network"
+    if findings.ranks[0].architecture == "cpu":
+        return "loopback"
+    off = findings.switches
+    if off.get("NCCL_P2P_DISABLE") == "1":
+        return "network" if off.get("NCCL_SHM_DISABLE") == "1" else "host_memory"
+    return "nvlink" if findings.nvlink else "pcie" if findings.peer_access else "host_memory"
+
+
+def _no_wire(findings: Findings) -> Link:
+    """A stand-in for machines of one card each, where no message stays inside."""
+    return Link(
+        name="none-one-card",
+        kind="loopback",
+        bandwidth_bytes_per_s=(findings.copy_bytes_per_s or 0.0) / 2,
+        attained_fraction=1.0,
+        attained_source="there is one card on each machine; this is a memory copy inside of it",
+        source="assumed",
+    )

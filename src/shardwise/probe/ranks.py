@@ -1,0 +1,314 @@
+"""What each rank of a probe runs, and the door by which `measure` starts it as a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.cuda.nccl
+import torch.distributed as dist
+
+from shardwise.errors import ShardwiseError
+from shardwise.probe import compute, inventory, wire
+from shardwise.probe.control import Control
+from shardwise.probe.findings import Findings, MemoryRecord, PairRecord, RankFacts, Skipped
+from shardwise.probe.groups import groupings
+from shardwise.probe.options import Place, ProbeTask
+from shardwise.vocabulary.codec import from_data, to_json
+from shardwise.vocabulary.units import MIB
+
+HANG_SECONDS = 90.0
+"""After this long without an answer a collective is given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """How a rank finds the others."""
+
+    init_method: str
+    """`file:///...` among ranks that `measure` started, `env://` among torchrun's."""
+    started_at: float
+    """time.time() of the probe's start on this machine."""
+
+
+def run_rank(task: ProbeTask, place: Place, join: Join, say: Callable[[str], None]) -> Findings:
+    """Measure together with the other ranks; every rank returns the same wire and rates.
+
+    Raises:
+        ResourceError: If data came back wrong over the wire.
+    """
+    device = torch.device(task.device, place.local_rank) if task.device == "cuda" else torch.device("cpu")
+    context = _open_context(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if task.device == "cuda" else "gloo",
+        init_method=join.init_method,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=HANG_SECONDS),
+    )
+    try:
+        control = Control(task.budget_seconds, time.time() - join.started_at, say)
+        findings = _measure_all(task, place, device, control)
+        memory = _largest_memory([context, *findings.memory] if context else list(findings.memory), control)
+        return replace(findings, memory=memory, seconds=control.slowest([control.seconds])[0])
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure_all(task: ProbeTask, place: Place, device: torch.device, control: Control) -> Findings:
+    """The measurements in order; what one leaves of the time, the next may use."""
+    facts = control.gather(_facts(place, device))
+    control.say(f"{control.world_size} ranks on {place.num_nodes} machine(s): {facts[0].device_name}")
+    findings = Findings(ranks=tuple(facts), versions=versions(device), switches=place.environment)
+    findings = _measure_compute(task, device, control, findings)
+    findings = _measure_disk(task, place, control, findings)
+    if control.world_size == 1:
+        only = Skipped(what="the wire", why="there is one rank, and so no wire")
+        return replace(findings, skipped=(*findings.skipped, only))
+    return _measure_wire(task, place, device, control, findings)
+
+
+def _facts(place: Place, device: torch.device) -> RankFacts:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, architecture = properties.name, f"sm_{properties.major}{properties.minor}"
+        memory, cuda_memory = int(properties.total_memory), int(torch.cuda.mem_get_info(device)[1])
+    else:
+        name, architecture = inventory.cpu_model() or platform.machine(), "cpu"
+        memory, cuda_memory = inventory.available_memory_bytes() // place.local_world_size, None
+    return RankFacts(
+        rank=place.rank,
+        node=place.node,
+        host=socket.gethostname(),
+        device_name=name,
+        device_memory_bytes=memory,
+        cuda_memory_bytes=cuda_memory,
+        host_memory_bytes=inventory.total_memory_bytes(),
+        num_threads=torch.get_num_threads(),
+        architecture=architecture,
+    )
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """What the measurement ran on."""
+    import shardwise
+
+    found = {"shardwise": shardwise.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    if device.type == "cuda":
+        found["cuda"] = str(torch.version.cuda)
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["driver"] = inventory.driver_version()
+    else:
+        found["backend"] = "gloo"
+    return {name: version for name, version in found.items() if version}
+
+
+# ------------------------------------------------------------------------------------------------------------- compute
+
+
+def _measure_compute(task: ProbeTask, device: torch.device, control: Control, findings: Findings) -> Findings:
+    """Matmuls, attention, copies and launches: about 40 % of the time that is left."""
+    seconds = 0.4 * control.seconds_left()
+    rates, skipped = compute.measure_matmul(
+        task.matmul_sizes, task.matmul_dtypes, device, control, 0.55 * seconds
+    )  # fmt: skip
+    best: dict[str, float] = {}
+    for record in rates:
+        best[record.dtype] = max(record.rate, best.get(record.dtype, 0.0))
+    dtype = max((name for name in best if name != "tf32"), key=best.__getitem__, default="fp32")
+    attention, too_long = compute.measure_attention(task.attention_lengths, dtype, device, control, 0.3 * seconds)
+    copy = compute.measure_copy(task.copy_bytes, device, control, 0.05 * seconds)
+    findings = replace(
+        findings, rates=(*rates, *attention), copy_bytes_per_s=copy, skipped=(*findings.skipped, *skipped, *too_long)
+    )
+    if device.type != "cuda":
+        why = "ranks on CPU have no copies between host and device and no kernel launches"
+        return replace(findings, skipped=(*findings.skipped, Skipped(what="host copies, launch gap", why=why)))
+    up, down = compute.measure_host_copies(task.copy_bytes, device, control, 0.1 * seconds)
+    gap = compute.measure_launch_gap(device, control)
+    return replace(
+        findings, host_to_device_bytes_per_s=up, device_to_host_bytes_per_s=down, launch_gap_seconds=gap
+    )  # fmt: skip
+
+
+def _measure_disk(task: ProbeTask, place: Place, control: Control, findings: Findings) -> Findings:
+    """One rank writes; the others wait."""
+    seconds = 0.08 * control.seconds_left()
+    rate, why = None, ""
+    if place.rank == 0:
+        rate, why = compute.measure_disk(Path(task.checkpoint_dir), task.disk_bytes, seconds)
+    rate, why = control.gather((rate, why))[0]
+    if rate is None:
+        return replace(findings, skipped=(*findings.skipped, Skipped(what="checkpoint disk", why=why)))
+    control.say(f"checkpoint disk: {rate / MIB:.0f} MiB/s with fsync")
+    return replace(findings, checkpoint_bytes_per_s=rate)
+
+
+# ---------------------------------------------------------------------------------------------------------------- wire
+
+
+def _measure_wire(
+    task: ProbeTask, place: Place, device: torch.device, control: Control, findings: Findings
+) -> Findings:  # fmt: skip
+    """Every grouping gets its share of the time that is left; the first one, all ranks, twice as much."""
+    ways = groupings(place.world_size, place.local_world_size, task.quick)
+    for done, way in enumerate(ways):
+        before = _outside_memory(device)
+        group = wire.open_group(way, device)
+        if device.type == "cuda":
+            wire.make_exchange("all_reduce", MIB, group).call()
+            memory = MemoryRecord(what=f"communicator of {way.name}", bytes=_outside_memory(device) - before)
+            findings = replace(findings, memory=(*findings.memory, memory))
+        left = control.seconds_left(0.9)
+        weight = 2 if done == 0 else 1
+        sweep = wire.sweep_group(group, task.sizes, control, left * weight / (len(ways) - done + weight - 1))
+        findings = replace(
+            findings, wire=(*findings.wire, *sweep.records), skipped=(*findings.skipped, *sweep.skipped)
+        )  # fmt: skip
+        if done == 0:
+            findings = _with_contention(group, control, findings)
+            if not task.quick and place.world_size > 2:
+                findings = replace(findings, pairs=measure_pairs(group, control))
+        dist.destroy_process_group(group.process_group)
+    return findings
+
+
+def _with_contention(group: wire.Group, control: Control, findings: Findings) -> Findings:
+    best = max((record for record in findings.rates if record.what == "matmul"), key=lambda record: record.rate)
+    contention = compute.measure_contention(group, best.dtype, control, 0.1 * control.seconds_left())
+    control.say(
+        f"together: a matmul takes {contention.matmul_slowdown:.2f} times as long, "
+        f"an all_reduce {contention.wire_slowdown:.2f} times"
+    )
+    return replace(findings, contention=contention)
+
+
+def measure_pairs(group: wire.Group, control: Control) -> tuple[PairRecord, ...]:
+    """One-way rate between every two ranks of the group, one pair at a time, over the group's own communicator."""
+    num_bytes = 64 * MIB if group.device.type == "cuda" else MIB
+    data = torch.ones(num_bytes // wire.ELEMENT_BYTES, device=group.device)
+    records: list[PairRecord] = []
+    for sender in range(group.size):
+        for receiver in range(sender + 1, group.size):
+            control.barrier()
+            mine = 0.0
+            if group.index in (sender, receiver):
+                peer = group.members[receiver if group.index == sender else sender]
+                act = dist.isend if group.index == sender else dist.irecv
+                call = _one_way(act, data, peer, group)
+                wire.time_calls(call, 2, group.device)
+                mine = sum(wire.time_calls(call, 5, group.device)) / 5
+            seconds = control.slowest([mine])[0]
+            records.append(PairRecord(sender=sender, receiver=receiver, bytes=num_bytes, seconds=seconds))
+    return tuple(records)
+
+
+def _one_way(act: Any, data: torch.Tensor, peer: int, group: wire.Group) -> Callable[[], None]:
+    def call() -> None:
+        for work in dist.batch_isend_irecv([dist.P2POp(act, data, peer, group.process_group)]):
+            work.wait()
+
+    return call
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def _open_context(device: torch.device) -> MemoryRecord | None:
+    """Create the CUDA context and weigh it; None on CPU, or where NVML cannot be asked beforehand."""
+    if device.type != "cuda":
+        return None
+    before = _nvml_used_bytes(device)
+    torch.cuda.set_device(device)
+    torch.cuda.synchronize(device)
+    after = _nvml_used_bytes(device)
+    if before is None or after is None:
+        return None
+    return MemoryRecord(what="context", bytes=after - before)
+
+
+def _nvml_used_bytes(device: torch.device) -> int | None:
+    """Memory in use on the whole card, without a context of ours; None if NVML does not answer."""
+    try:
+        return int(torch.cuda.device_memory_used(device))
+    except (RuntimeError, ModuleNotFoundError, AttributeError):
+        return None
+
+
+def _outside_memory(device: torch.device) -> int:
+    """Device memory in use, less what torch's allocator holds; 0 on CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def _largest_memory(records: list[MemoryRecord], control: Control) -> tuple[MemoryRecord, ...]:
+    """The largest of every rank for each name that all ranks have."""
+    by_rank: list[dict[str, int]] = control.gather({record.what: record.bytes for record in records})
+    shared = [name for name in by_rank[0] if all(name in found for found in by_rank)]
+    return tuple(MemoryRecord(what=name, bytes=max(found[name] for found in by_rank)) for name in shared)
+
+
+# ---------------------------------------------------------------------------------------------------------- as process
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one rank as a process; its place comes from the environment, in torchrun's names."""
+    parser = argparse.ArgumentParser(prog="python -m shardwise.probe.ranks")
+    parser.add_argument("folder", type=Path, help="holds task.json; findings.json or error-RANK.json are written there")
+    parser.add_argument("--started-at", type=float, required=True)
+    parser.add_argument("--progress-fd", type=int, default=None)
+    arguments = parser.parse_args(argv)
+    folder: Path = arguments.folder
+    place = place_from_environment(os.environ)
+    task = from_data(ProbeTask, json.loads((folder / "task.json").read_text()))
+    join = Join(init_method=f"file://{folder / 'rendezvous'}", started_at=arguments.started_at)
+    say = _writer(arguments.progress_fd)
+    try:
+        findings = run_rank(task, place, join, say)
+    except ShardwiseError as error:
+        (folder / f"error-{place.rank}.json").write_text(json.dumps(error.problems))
+        return error.exit_code
+    if place.rank == 0:
+        (folder / "findings.json").write_text(to_json(findings))
+    return 0
+
+
+def place_from_environment(environment: Any) -> Place:
+    """This rank's place, from torchrun's environment variables."""
+    return Place(
+        rank=int(environment["RANK"]),
+        world_size=int(environment["WORLD_SIZE"]),
+        local_rank=int(environment["LOCAL_RANK"]),
+        local_world_size=int(environment["LOCAL_WORLD_SIZE"]),
+        environment=inventory.switches_in_force(environment),
+    )
+
+
+def _writer(descriptor: int | None) -> Callable[[str], None]:
+    """Progress lines into a pipe; nowhere if there is none or its reader is gone."""
+
+    def say(text: str) -> None:
+        if descriptor is not None:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(descriptor, (text + "\n").encode())
+
+    return say
+
+
+if __name__ == "__main__":
+    sys.exit(main())
