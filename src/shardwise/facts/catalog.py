@@ -155,7 +155,7 @@ def gpu(name: str) -> Gpu:
         name=stem,
         memory_bytes=parse_bytes(card.memory.value),
         cuda_memory_bytes=None if card.cuda_memory is None else parse_bytes(card.cuda_memory.value),
-        peak_flops=dict(card.peak_flops.values),
+        peak_flops={str(dtype): flops for dtype, flops in card.peak_flops.values.items()},
         memory_bandwidth_bytes_per_s=card.memory_bandwidth_bytes_per_s.value,
         architecture=card.architecture,
         source=card.sources[card.peak_flops.source].kind,
@@ -211,6 +211,11 @@ def names(kind: Kind) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (_HERE / kind).glob("*.yaml") if path.stem != "aliases"))
 
 
+def known_names(kind: Kind) -> tuple[str, ...]:
+    """Catalogue names and aliases."""
+    return (*names(kind), *_aliases(kind))
+
+
 def canonical(kind: Kind, name: str, way_out: str = "") -> str:
     """The catalogue name for any accepted name.
 
@@ -220,7 +225,7 @@ def canonical(kind: Kind, name: str, way_out: str = "") -> str:
     stem = _index(kind).get(_folded(name))
     if stem is None:
         listed = way_out or f"Known are: {', '.join(names(kind))}."
-        raise UnknownNameError(_SINGULAR[kind], name, [*names(kind), *_aliases(kind)], listed)
+        raise UnknownNameError(_SINGULAR[kind], name, known_names(kind), listed)
     return stem
 
 

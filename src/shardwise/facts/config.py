@@ -265,7 +265,7 @@ class _Reader:
         return 0
 
     def flag(self, key: str, default: bool) -> bool:
-        """true or false."""
+        """Whether the key is true."""
         value = self.config.get(key)
         if value is None:
             return default

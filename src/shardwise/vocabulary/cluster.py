@@ -29,7 +29,7 @@ class Gpu:
     memory_bandwidth_bytes_per_s: float
     cuda_memory_bytes: int | None = None
     """What a CUDA program may use in all (cudaMemGetInfo total): memory_bytes less what the driver keeps for itself,
-    0.3 to 1.4 GiB by card. None if nobody has looked."""
+    0.3 to 0.9 GiB by card. None if nobody has looked."""
     architecture: str = ""
     """Such as ampere, ada, hopper, blackwell, or cpu."""
     source: FactSource = "datasheet"
