@@ -1,0 +1,247 @@
+"""Start ranks on this machine through torch's elastic launcher, and bring back what they return or raise.
+
+[Note: errors of ranks]
+When one rank fails, the others fail a moment later with "connection closed" and the like. Each rank writes what it
+raised to a file of its own; the launcher reads them all and raises the earliest, as the very class it was. So a user
+sees "data.jsonl, line 7: ...", not a launcher's table of exit codes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise import errors
+from shardwise.errors import ShardwiseError, TrainingError, UsageError
+from shardwise.launch.environment import NodeEnvironment, node_environment, rank_environment
+
+_MAX_CUDA_THREADS = 8
+"""Host threads of a rank that computes on a card: it only launches kernels and builds batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How to start ranks."""
+
+    num_ranks: int
+    """On all machines together."""
+    device: Literal["cuda", "cpu"]
+    """What the ranks compute on; decides the host threads of each."""
+    max_restarts: int = 0
+    """How often all ranks are started again after one was lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threads:
+    """Host threads of each rank, and why."""
+
+    count: int
+    reason: str
+
+
+def choose_threads(options: LaunchOptions, num_cores: int, environ: Mapping[str, str]) -> Threads:
+    """How many threads each rank's matrix products and copies use on the host (OMP_NUM_THREADS)."""
+    given = environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given) > 0:
+        return Threads(count=int(given), reason="OMP_NUM_THREADS was set")
+    share = max(1, num_cores // options.num_ranks)
+    if options.device == "cuda":
+        count = min(share, _MAX_CUDA_THREADS)
+        return Threads(count=count, reason=f"{num_cores} cores for {options.num_ranks} ranks, at most {count} each")
+    return Threads(count=share, reason=f"{num_cores} cores shared by {options.num_ranks} ranks")
+
+
+def launch(entry: Callable[..., Any], args: tuple[Any, ...], options: LaunchOptions) -> Any:
+    """Run `entry(*args)` on every rank and return what this machine's first rank returns.
+
+    In a process that torchrun or Slurm has started as one rank of several, runs it here and now, as that rank.
+
+    Args:
+        entry: A function of a module; it and `args` are pickled to the ranks, its result back.
+        args: The same for every rank.
+        options: How many ranks, on what.
+
+    Raises:
+        ShardwiseError: What the first failing rank raised, if it was one; the same class and words.
+        TrainingError: A rank raised something else or died; names the rank and the reason.
+        UsageError: The environment's ranks are not as many as the plan needs.
+    """
+    joined = rank_environment(os.environ)
+    if joined is not None:
+        if joined.world_size != options.num_ranks:
+            raise UsageError(
+                f"{joined.launcher} has started {joined.world_size} ranks, but the plan needs {options.num_ranks}. "
+                f"Start {options.num_ranks}, or make a plan for {joined.world_size}."
+            )
+        os.environ.update(joined.variables())
+        return entry(*args)
+    node = node_environment(os.environ)
+    if options.num_ranks % node.num_nodes:
+        raise UsageError(f"{options.num_ranks} ranks do not divide over {node.num_nodes} machines (PET_NNODES).")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = choose_threads(options, cores, os.environ)
+    with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder, _environment(threads):
+        return _elastic((entry, args, folder), options, node)
+
+
+def _run_rank(entry: Callable[..., Any], args: tuple[Any, ...], error_folder: str) -> Any:
+    """What a started process runs: the entry, with its error kept in a file."""
+    _die_with_parent()
+    try:
+        return entry(*args)
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and not error.code):
+            _write_error(Path(error_folder), int(os.environ.get("RANK", "0")), error)
+        raise
+
+
+def _elastic(
+    started: tuple[Callable[..., Any], tuple[Any, ...], str], options: LaunchOptions, node: NodeEnvironment
+) -> Any:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    several = node.num_nodes > 1
+    config = LaunchConfig(
+        min_nodes=node.num_nodes,
+        max_nodes=node.num_nodes,
+        nproc_per_node=options.num_ranks // node.num_nodes,
+        run_id=os.environ.get("PET_RDZV_ID", "shardwise") if several else f"shardwise-{os.getpid()}",
+        rdzv_backend="static" if several else "c10d",
+        rdzv_endpoint=f"{node.master_addr}:{node.master_port}",
+        rdzv_configs={"rank": node.node_rank} if several else {},
+        local_addr=None if several else "127.0.0.1",
+        max_restarts=options.max_restarts,
+        start_method="spawn",
+        log_line_prefix_template="",
+    )
+    with _quiet_launcher(), _passing_on(signal.SIGUSR1):
+        try:
+            results: dict[int, Any] = elastic_launch(config, _run_rank)(*started)
+        except ChildFailedError as failed:
+            raise _first_error(Path(started[2]), failed.failures) from None
+        except SignalException as stopped:
+            # The ranks have had the signal too, and have saved; the shell expects 128 + signal.
+            raise SystemExit(128 + int(stopped.sigval)) from None
+    return results[min(results)]
+
+
+def _write_error(folder: Path, rank: int, error: BaseException) -> None:
+    record = {
+        "rank": rank,
+        "time": time.time(),
+        "class": type(error).__name__,
+        "module": type(error).__module__,
+        "problems": list(error.problems) if isinstance(error, ShardwiseError) else [str(error)],
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    unfinished = folder / f"rank-{rank}.part"
+    unfinished.write_text(json.dumps(record))
+    unfinished.replace(folder / f"rank-{rank}.json")
+
+
+def _first_error(folder: Path, failures: Mapping[int, Any]) -> ShardwiseError:
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    killed = [failure for failure in failures.values() if failure.exitcode < 0]
+    said = sorted(records, key=lambda record: record["time"])
+    if killed and not any(record["module"] == errors.__name__ for record in said):
+        # A rank that was killed says nothing; the others' complaints about the lost connection are its echo.
+        first = min(killed, key=lambda failure: failure.timestamp)
+        return TrainingError(_death_notice(first.local_rank, -first.exitcode))
+    if not said:
+        codes = ", ".join(f"rank {rank}: {failure.exitcode}" for rank, failure in failures.items())
+        return TrainingError(f"The ranks ended without a word (exit codes {codes}). Their output above may say why.")
+    return _as_error(next((record for record in said if record["module"] == errors.__name__), said[0]))
+
+
+def _as_error(record: Mapping[str, Any]) -> ShardwiseError:
+    """The rank's own error, if it is one of ours; otherwise a TrainingError with the traceback in a note."""
+    kind = getattr(errors, record["class"], None) if record["module"] == errors.__name__ else None
+    if isinstance(kind, type) and issubclass(kind, ShardwiseError):
+        error = kind.__new__(kind)
+        ShardwiseError.__init__(error, *record["problems"])
+        return error
+    error = TrainingError(f"Rank {record['rank']} failed: {record['class']}: {record['problems'][0]}")
+    error.add_note(record["traceback"])
+    return error
+
+
+def _death_notice(rank: int, number: int) -> str:
+    name = signal.Signals(number).name if number in signal.valid_signals() else str(number)
+    hint = (
+        " Mostly the machine ran out of host memory: see `dmesg`, and use fewer ranks or a smaller micro-batch."
+        if number == signal.SIGKILL
+        else ""
+    )
+    return f"Rank {rank} was killed by signal {number} ({name}).{hint} Resume from the newest checkpoint with --resume."
+
+
+@contextlib.contextmanager
+def _environment(threads: Threads) -> Iterator[None]:
+    """Sets OMP_NUM_THREADS for the ranks, for as long as they are being started."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads.count)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+@contextlib.contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """The elastic launcher logs every failure with a table of its own; what we raise says it once."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def _passing_on(number: signal.Signals) -> Generator[None]:
+    """A signal that the elastic launcher does not know reaches the ranks instead of ending the launcher."""
+
+    def pass_on(received: int, _frame: Any) -> None:
+        for process in multiprocessing.active_children():
+            if process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, received)
+
+    try:
+        before = signal.signal(number, pass_on)
+    except ValueError:  # not the main thread: the embedding program owns the signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _die_with_parent() -> None:
+    """A rank whose launcher was killed with -9 must not go on holding a card."""
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        libc: Any = importlib.import_module("ctypes").CDLL(None, use_errno=True)
+        pr_set_pdeathsig = 1
+        libc.prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,0 +1,109 @@
+"""The grid of ranks: one named mesh, outer to inner pp, dp_replicate, dp_shard, tp; groups are slices of it.
+
+An axis of degree 1 needs no group and gets none, but for dp_shard, which `fully_shard` needs even for one rank.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.errors import PlanMismatchError, ResourceError
+from shardwise.vocabulary.strategy import Axis, Strategy
+
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankMesh:
+    """This rank's place in the grid."""
+
+    device: torch.device
+    data: DeviceMesh
+    """What `fully_shard` gets: (dp_shard,), or (dp_replicate, dp_shard) if there are replicas."""
+    tensor: DeviceMesh | None
+    """(tp,), or None if no tensor is split."""
+    control: dist.ProcessGroup
+    """All ranks over gloo: for words, counts and logged numbers, never for tensors of the step."""
+    rank: int
+    data_rank: int
+    """Which data this rank sees, from 0 to dp_replicate x dp_shard - 1."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks."""
+        return self.rank == 0
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """The card of this rank, or the CPU if the machine has none.
+
+    Raises:
+        ResourceError: More ranks on this machine than cards.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    num_cards = torch.cuda.device_count()
+    if local_rank >= num_cards:
+        raise ResourceError(
+            f"This machine shows {num_cards} cards, but local rank {local_rank} needs one of its own. "
+            "Start fewer ranks, or widen CUDA_VISIBLE_DEVICES."
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_ranks(device: torch.device) -> None:
+    """Starts torch.distributed from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; once a process."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=TIMEOUT)
+
+
+def local_rank() -> int:
+    """This process's number on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def build_mesh(strategy: Strategy, device: torch.device) -> RankMesh:
+    """Lays the ranks out as the strategy says. Every rank must call it.
+
+    Raises:
+        PlanMismatchError: The strategy needs another number of ranks.
+    """
+    if dist.get_world_size() != strategy.num_ranks:
+        raise PlanMismatchError(
+            f"The plan is for {strategy.num_ranks} ranks ({strategy.name}), but {dist.get_world_size()} are running."
+        )
+    axes = [axis for axis in Axis if strategy.degree(axis) > 1 or axis is Axis.DP_SHARD]
+    world = init_device_mesh(
+        device.type, tuple(strategy.degree(axis) for axis in axes), mesh_dim_names=tuple(str(axis) for axis in axes)
+    )
+    data_axes = tuple(str(axis) for axis in axes if axis in (Axis.DP_REPLICATE, Axis.DP_SHARD))
+    data = world if len(data_axes) == len(axes) else world[data_axes]
+    control: Any = dist.new_group(backend="gloo", timeout=TIMEOUT) if device.type == "cuda" else dist.group.WORLD
+    return RankMesh(
+        device=device,
+        data=data,
+        tensor=world[str(Axis.TP)] if strategy.tp > 1 else None,
+        control=control,
+        rank=dist.get_rank(),
+        data_rank=_flat_coordinate(data),
+    )
+
+
+def _flat_coordinate(mesh: DeviceMesh) -> int:
+    """This rank's number within a mesh, counted row by row."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is in no slice of its own mesh"
+    number = 0
+    for place, size in zip(coordinate, mesh.shape, strict=True):
+        number = number * size + place
+    return number

@@ -1,0 +1,106 @@
+"""The one recipe: what is done to a model, in which order, and the proof that it took.
+
+    model.py       adapters, dtypes                       (the skeleton comes with them)
+    1  loss        the model's forward answers with its summed loss
+    2  tensor      matrices split over tp                  a later axis
+    3  checkpoint  blocks keep less
+    4  compile     blocks compiled, in place
+    5  data        groups sharded over dp_shard or replicated over dp_replicate
+
+Checkpointing comes before compile so that the compiler sees what is recomputed; both before `fully_shard`, whose
+gathering must stay outside.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.axes.fully_shard_apply import Groups
+from shardwise.axes.replicate import apply as replicate
+from shardwise.axes.shard import apply as shard
+from shardwise.errors import ConfigError
+from shardwise.levers.checkpointing import apply as checkpointing
+from shardwise.levers.loss import apply as loss
+from shardwise.levers.precision import apply as precision
+from shardwise.trainer.mesh import RankMesh
+from shardwise.trainer.model import Skeleton
+from shardwise.vocabulary.strategy import Strategy
+
+
+def parallelize(skeleton: Skeleton, mesh: RankMesh, strategy: Strategy) -> None:
+    """Applies a strategy to a model without memory, in place.
+
+    Raises:
+        ConfigError: The engine cannot do what the strategy says; all of it.
+    """
+    refuse_unsupported(strategy)
+    model: Any = skeleton.model
+    loss.apply(model, strategy.loss)
+    blocks = decoder_blocks(model)
+    checkpointing.apply(blocks, strategy.checkpointing)
+    if strategy.compile_blocks:
+        for block in blocks:
+            block.compile()
+    groups = find_groups(skeleton)
+    if strategy.zero_stage == 0:
+        replicate.apply(groups, mesh.data, precision.policy(strategy))
+    else:
+        shard.apply(groups, mesh.data, precision.policy(strategy), strategy)
+
+
+def before_micro_batch(model: nn.Module, strategy: Strategy, *, is_last: bool) -> None:
+    """Tells the groups whether this micro-batch is the last of its step."""
+    if strategy.zero_stage == 0:
+        replicate.before_micro_batch(model, is_last=is_last)
+    else:
+        shard.before_micro_batch(model, strategy, is_last=is_last)
+
+
+def refuse_unsupported(strategy: Strategy) -> None:
+    """What the planner knows and this engine does not run.
+
+    Raises:
+        ConfigError: All of it.
+    """
+    problems: list[str] = []
+    if strategy.tp > 1 or strategy.pp > 1:
+        problems.append(f"The engine does not split tensors or layers yet (tp {strategy.tp}, pp {strategy.pp}).")
+    if strategy.offload != "none":
+        problems.append(f"The engine does not offload yet (offload: {strategy.offload}).")
+    if strategy.zero_stage > 0 and strategy.dp_shard == 1:
+        problems.append(f"ZeRO stage {strategy.zero_stage} over one shard splits nothing; use stage 0.")
+    if strategy.zero_stage == 0 and strategy.dp_shard > 1:
+        problems.append(f"ZeRO stage 0 does not shard, but dp_shard is {strategy.dp_shard}; use dp_replicate.")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def decoder_blocks(model: nn.Module) -> nn.ModuleList:
+    """The list of equal blocks that makes a decoder.
+
+    Raises:
+        ConfigError: The model has none.
+    """
+    names = set(cast(Any, model)._no_split_modules or ())
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) and plain_class(module[0]) in names:
+            return module
+    raise ConfigError(f"{type(model).__name__} has no list of {', '.join(sorted(names)) or 'blocks'} to split by.")
+
+
+def plain_class(module: nn.Module) -> str:
+    """Name of a module's own class, under checkpointing and `fully_shard`."""
+    inner: Any = getattr(module, "_checkpoint_wrapped_module", module)
+    return next(kind.__name__ for kind in type(inner).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def find_groups(skeleton: Skeleton) -> Groups:
+    """Blocks, the embedding if it is not tied, and the root."""
+    model = skeleton.model
+    embedding = model.get_input_embeddings()
+    tied = {name.rsplit(".", 1)[0] for names in skeleton.aliases for name in names}
+    is_tied = any(model.get_submodule(name) is embedding for name in tied)
+    return Groups(root=model, blocks=tuple(decoder_blocks(model)), embedding=None if is_tied else embedding)

@@ -1,0 +1,142 @@
+"""One optimizer step: micro-batches forward and backward, one norm, one update.
+
+[Note: no waiting] The host never waits for the card inside a step. Loss and norm stay on the card until the next step
+is under way; a step whose norm is not finite is skipped by the fused optimizer itself, which reads the flag on the
+card. Only optimizers without that flag make the host look at the norm.
+
+[Note: true norm] Clipping uses the norm of the whole gradient: squares of the local parts, summed over dp_shard by one
+all_reduce of one number. Replicas hold the same parts, so dp_replicate is not summed over.
+
+[Note: empty micro-batch] A rank without samples still forwards and backwards a dummy, because the others gather and
+reduce with it; its labels are all -100, so its loss and gradients are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.levers.accumulation.apply import loss_scale
+from shardwise.trainer.data.collate import Batch, document_causal_mask
+from shardwise.trainer.mesh import RankMesh
+from shardwise.trainer.parallelize import before_micro_batch
+from shardwise.vocabulary.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepOutcome:
+    """What a step leaves on the device; reading it waits for the step."""
+
+    loss: Tensor
+    """This rank's share of the step's mean loss a supervised token: the sum over ranks is the loss. []"""
+    grad_norm: Tensor
+    """Norm of the whole gradient before clipping. []"""
+    skipped: Tensor
+    """1 if the norm was not finite and nothing was updated. []"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stepper:
+    """What every step of a run needs."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    strategy: Strategy
+    mesh: RankMesh
+    max_grad_norm: float
+    """0 turns clipping off; the norm is computed all the same."""
+    attention: str = "sdpa"
+
+    def run(self, batches: Sequence[Batch] | Iterable[Batch], num_batches: int, num_tokens: int) -> StepOutcome:
+        """One optimizer step.
+
+        Args:
+            batches: This rank's micro-batches, on the device.
+            num_batches: How many they are; equal on every rank.
+            num_tokens: Supervised tokens of the step over all ranks.
+        """
+        loss = self.backward(batches, num_batches, num_tokens)
+        norm = self.clip()
+        skipped = self._update(norm)
+        return StepOutcome(loss=loss, grad_norm=norm, skipped=skipped)
+
+    def backward(self, batches: Iterable[Batch], num_batches: int, num_tokens: int) -> Tensor:
+        """Forward and backward of every micro-batch; returns this rank's share of the loss. []"""
+        scale = loss_scale(self.strategy, num_tokens)
+        total: Tensor | None = None
+        for index, batch in enumerate(batches):
+            before_micro_batch(self.model, self.strategy, is_last=index == num_batches - 1)
+            loss = summed_loss(self.model, batch, self.attention)
+            (loss * scale).backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None, "a step without a micro-batch"
+        return total / max(num_tokens, 1)
+
+    def clip(self) -> Tensor:
+        """Scales all gradients so that their norm is at most max_grad_norm; returns the norm before. []"""
+        gradients = local_gradients(self.optimizer)
+        norm = global_norm(gradients, self.mesh)
+        if self.max_grad_norm > 0:
+            factor = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        return norm
+
+    def _update(self, norm: Tensor) -> Tensor:
+        skipped = (~torch.isfinite(norm)).to(torch.float32)
+        optimizer: Any = self.optimizer
+        if all(group.get("fused") for group in optimizer.param_groups):
+            optimizer.grad_scale = None
+            optimizer.found_inf = skipped
+            optimizer.step()
+        elif not skipped.item():
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return skipped
+
+
+def summed_loss(model: nn.Module, batch: Batch, attention: str) -> Tensor:
+    """Cross-entropy summed over the supervised tokens of one micro-batch, in fp32. []"""
+    return model(**model_inputs(batch, attention), loss_labels=batch.labels)
+
+
+def model_inputs(batch: Batch, attention: str) -> dict[str, Any]:
+    """What the model's forward takes.
+
+    Rows of one document need no mask: attention is causal and padding lies behind. Several documents a row are kept
+    apart by a mask, or by their bounds where the attention takes bounds.
+    """
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+    if batch.document_ids is None:
+        return inputs
+    inputs["position_ids"] = batch.position_ids
+    if batch.cu_seqlens is not None and attention == "flash":
+        inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
+        return inputs | {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
+    mask = document_causal_mask(batch.document_ids)
+    if attention == "eager":
+        return inputs | {"attention_mask": torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -1e9)}
+    return inputs | {"attention_mask": mask}
+
+
+def local_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """This rank's part of every gradient, in the order of the optimizer's parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+def global_norm(gradients: Sequence[Tensor], mesh: RankMesh) -> Tensor:
+    """The 2-norm of a gradient of which every rank of dp_shard holds a part ([Note: true norm]). []"""
+    exact = torch.promote_types(gradients[0].dtype, torch.float32)
+    norms = torch._foreach_norm([gradient for gradient in gradients if gradient.numel()], 2, dtype=exact)
+    square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=exact, device=gradients[0].device)
+    shards = mesh.data.get_group(mesh.data.ndim - 1)
+    if dist.get_world_size(shards) > 1:
+        dist.all_reduce(square, group=shards)
+    return square.sqrt()
