@@ -160,10 +160,10 @@ def job_from(options: Options, cluster: Cluster) -> Job:
     ]
     if problems:
         raise UsageError(*problems)
-    from shardwise.facts.hub import load_model
+    from shardwise.facts.hub import find_model
 
     return Job(
-        model=load_model(options.model),
+        model=find_model(options.model).shape,
         tuning=options.tuning,
         sequence_length=options.seq,
         global_batch_size=options.global_batch or _usual_batch(options, cluster),

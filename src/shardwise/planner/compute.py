@@ -127,7 +127,13 @@ def _matrix_seconds(place: Placement, rates: Rates) -> float:
         for linear in adapted(place.model, place.job.lora):
             narrow = 2 * place.tokens * place.job.lora.r * (linear.in_features + linear.out_features)
             bytes_moved = place.tokens * place.element_bytes * (linear.in_features + 3 * linear.out_features)
-            seconds += max(narrow / rates.matmul(place.tokens, linear.in_features, place.job.lora.r), bytes_moved / rates.traffic) / tp
+            seconds += (
+                max(
+                    narrow / rates.matmul(place.tokens, linear.in_features, place.job.lora.r),
+                    bytes_moved / rates.traffic,
+                )
+                / tp
+            )
     if place.strategy.tuning == "qlora":
         seconds += 2.5 * place.quantized / place.num_blocks / rates.traffic
     return seconds

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Literal
 
 
@@ -76,6 +77,7 @@ def span(first: Instant, last: Instant) -> tuple[Instant, ...]:
 
 
 Level = Literal["allocated", "reserved", "device"]
+_LEVELS: tuple[Level, ...] = ("allocated", "reserved", "device")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +103,20 @@ class MemoryBreakdown:
 
     terms: tuple[Term, ...]
 
+    @cached_property
+    def _totals(self) -> dict[tuple[Instant, Level], int]:
+        totals = {(instant, level): 0 for instant in Instant for level in _LEVELS}
+        for term in self.terms:
+            for instant in term.alive:
+                for level in _LEVELS[_LEVELS.index(term.level) :]:
+                    totals[instant, level] += term.bytes
+        return totals
+
     def at(self, instant: Instant, level: Level = "allocated") -> int:
         """Bytes alive at one instant, counted up to `level`."""
-        counted = {"allocated": ("allocated",), "reserved": ("allocated", "reserved")}.get(level)
-        return sum(
-            term.bytes for term in self.terms if instant in term.alive and (counted is None or term.level in counted)
-        )
+        return self._totals[instant, level]
 
-    @property
+    @cached_property
     def peak_instant(self) -> Instant:
         """The instant of the training step at which most is allocated."""
         return max(STEP, key=self.at)

@@ -9,6 +9,7 @@ is exact, so that it can be compared to the last parameter with the module that 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Site = Literal["attention", "mlp", "router"]
@@ -93,7 +94,7 @@ class ModelShape:
         """Width of all key (or value) heads together, g * d in the formulas."""
         return self.num_key_value_heads * self.head_dim
 
-    @property
+    @cached_property
     def linears(self) -> tuple[LinearShape, ...]:
         """The matrices of one block, in the order of the forward pass."""
         h, f, q, kv = self.hidden_size, self.intermediate_size, self.query_size, self.key_value_size
@@ -123,7 +124,7 @@ class ModelShape:
         """Elements of the norms of one block."""
         return self.norms_per_block * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
 
-    @property
+    @cached_property
     def block_parameters(self) -> int:
         """Elements of one block."""
         return sum(linear.num_parameters for linear in self.linears) + self.norm_parameters_per_block
@@ -148,7 +149,7 @@ class ModelShape:
         """All elements, counted once where tied."""
         return self.num_hidden_layers * self.block_parameters + self.root_parameters
 
-    @property
+    @cached_property
     def active_block_parameters(self) -> int:
         """Matrix elements of a block that one token is multiplied with."""
         return sum(linear.active_copies * linear.matrix_parameters for linear in self.linears)

@@ -1,0 +1,145 @@
+"""The same questions on the back of an envelope: headline bandwidth, no latency, every byte counted once.
+
+Decimal units. These figures are what articles and courses print; the calibrated answer stands beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.vocabulary.cluster import Cluster
+from shardwise.vocabulary.job import Job
+from shardwise.vocabulary.plan import Candidate, Headline
+from shardwise.vocabulary.strategy import ZeroStage
+from shardwise.vocabulary.units import GB, MILLISECOND
+
+WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
+"""bf16 weights and gradients; fp32 master and two Adam moments."""
+STATIC_BYTES = WEIGHT_BYTES + GRADIENT_BYTES + OPTIMIZER_BYTES
+DDP_PASSES, FSDP_PASSES = 2, 3
+"""A ring all_reduce is a reduce_scatter and an all_gather; full sharding adds a second all_gather."""
+CHECKPOINTING_EXTRA_COMPUTE = 0.33
+"""One more forward, about a third of a step."""
+HIDDEN_SHARE = 0.3
+"""Rule of thumb: a collective above this share of the compute beside it cannot be hidden."""
+
+
+def static_bytes_per_parameter(cards: int = 1, stage: ZeroStage = 0) -> float:
+    """Bytes a parameter on one card: ZeRO divides optimizer (1), gradients (2) and weights (3). arXiv:1910.02054."""
+    optimizer = OPTIMIZER_BYTES / (cards if stage >= 1 else 1)
+    gradients = GRADIENT_BYTES / (cards if stage >= 2 else 1)
+    return optimizer + gradients + WEIGHT_BYTES / (cards if stage >= 3 else 1)
+
+
+def static_bytes(parameters: float, cards: int = 1, stage: ZeroStage = 0) -> float:
+    """Weights, gradients and optimizer on one card."""
+    return parameters * static_bytes_per_parameter(cards, stage)
+
+
+def transfer_seconds(num_bytes: float, headline_bytes_per_s: float) -> float:
+    """Time to move bytes once at the headline bandwidth."""
+    return num_bytes / headline_bytes_per_s
+
+
+def gradient_bytes(parameters: float) -> float:
+    """One bf16 gradient."""
+    return GRADIENT_BYTES * parameters
+
+
+def gathered_bytes_received(total_bytes: float, cards: int) -> float:
+    """What one card receives in an all_gather."""
+    return total_bytes * (cards - 1) / cards
+
+
+def activation_bytes(batch: int, sequence: int, hidden: int, element_bytes: int = 2) -> int:
+    """One tensor of hidden states."""
+    return batch * sequence * hidden * element_bytes
+
+
+def checkpointed_step_seconds(forward: float, backward: float) -> float:
+    """A step with activation checkpointing."""
+    return (forward + backward) * (1 + CHECKPOINTING_EXTRA_COMPUTE)
+
+
+def effective_batch(cards: int, micro_batch: int, accumulation: int) -> int:
+    """Sequences of one optimizer step."""
+    return cards * micro_batch * accumulation
+
+
+def solve_degree(gpus: int, **degrees: int) -> int:
+    """The one degree that is left when all others are given.
+
+    Raises:
+        ValueError: If the given degrees do not divide the cards.
+    """
+    product = 1
+    for degree in degrees.values():
+        product *= degree
+    if gpus % product:
+        raise ValueError(
+            f"{gpus} cards do not divide by {product} ({', '.join(f'{k} {v}' for k, v in degrees.items())})"
+        )
+    return gpus // product
+
+
+def lanes_each(lanes: int, cards: int) -> int:
+    """PCIe lanes of one card when cards share a processor's lanes."""
+    return lanes // cards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hiding:
+    """What a collective does to the compute beside it."""
+
+    ratio: float
+    """Wire time over compute time."""
+    hides: bool
+    """By the rule of thumb."""
+
+
+def hiding(wire_seconds: float, compute_seconds: float) -> Hiding:
+    """The 0.3 rule of thumb."""
+    ratio = wire_seconds / compute_seconds
+    return Hiding(ratio=ratio, hides=ratio <= HIDDEN_SHARE)
+
+
+def headlines(job: Job, cluster: Cluster, recommended: Candidate | None) -> tuple[Headline, ...]:
+    """The headline figures of a job, each beside the planner's own where there is one."""
+    parameters, cards = job.model.num_parameters, cluster.num_gpus
+    rows = [
+        Headline(
+            name="static memory, one card",
+            value=static_bytes(parameters) / GB,
+            unit="GB",
+            formula=f"{parameters / 1e9:.2f}B x {STATIC_BYTES} B",
+        )
+    ]
+    if cards > 1:
+        rows += [_sharded(parameters, cards, stage) for stage in (1, 2, 3)]
+        rows.append(_gradient_row(job, cluster, recommended))
+    return tuple(rows)
+
+
+def _sharded(parameters: int, cards: int, stage: ZeroStage) -> Headline:
+    per_parameter = static_bytes_per_parameter(cards, stage)
+    return Headline(
+        name=f"static memory, ZeRO-{stage} over {cards} cards",
+        value=parameters * per_parameter / GB,
+        unit="GB",
+        formula=f"{parameters / 1e9:.2f}B x {per_parameter:g} B",
+    )
+
+
+def _gradient_row(job: Job, cluster: Cluster, recommended: Candidate | None) -> Headline:
+    trained = gradient_bytes(job.model.num_parameters)
+    link = cluster.intra_node if cluster.num_nodes == 1 or cluster.inter_node is None else cluster.inter_node
+    calibrated = None
+    if recommended is not None and recommended.strategy.tuning == "full":
+        calibrated = recommended.step.wire_seconds / MILLISECOND
+    return Headline(
+        name=f"one gradient over {link.name}",
+        value=transfer_seconds(trained, link.headline_bandwidth_bytes_per_s) / MILLISECOND,
+        unit="ms",
+        formula=f"{trained / GB:.2f} GB / {link.headline_bandwidth_bytes_per_s / GB:g} GB/s headline",
+        calibrated=calibrated,
+    )

@@ -1,0 +1,318 @@
+"""All strategies of a job on a cluster, ranked; the decision rules; the Plan.
+
+Every candidate is priced by the same two functions, `memory` and `step_timeline`. The recommendation is the fastest
+that fits, or a simpler one within 3 % of it; the rules of thumb then say what they would have said, and where time
+disagrees with a rule, time wins and the answer says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from shardwise import __version__
+from shardwise.axes.pipeline import cost as pipeline
+from shardwise.axes.replicate import cost as replicate
+from shardwise.axes.shard import cost as shard
+from shardwise.axes.tensor import cost as tensor
+from shardwise.errors import ConfigError
+from shardwise.levers.accumulation import cost as accumulation
+from shardwise.levers.adapters import cost as adapters
+from shardwise.levers.precision import cost as precision
+from shardwise.planner import rules
+from shardwise.planner.compute import MATMUL_SHARE, model_flops_per_token
+from shardwise.planner.headline import headlines
+from shardwise.planner.memory import memory
+from shardwise.planner.timeline import estimate_seconds, sends, step_timeline
+from shardwise.planner.uncertainty import fits, interval, memory_spread, probability_of_oom, time_spread
+from shardwise.vocabulary.cluster import Cluster
+from shardwise.vocabulary.job import Job, Tuning
+from shardwise.vocabulary.memory import MemoryBreakdown
+from shardwise.vocabulary.placement import Placement
+from shardwise.vocabulary.plan import Candidate, Fact, Plan, Refusal
+from shardwise.vocabulary.strategy import (
+    Checkpointing,
+    LossKind,
+    Offload,
+    PipelineSchedule,
+    Strategy,
+    ZeroStage,
+)
+from shardwise.vocabulary.timeline import StepTimeline
+
+_LEGAL = (replicate, shard, tensor, pipeline, accumulation, adapters, precision)
+SIMULATED = 4
+"""Candidates of one kind whose step is simulated block by block; the rest is ranked by the quick estimate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the user decides about the split; None leaves it to the planner."""
+
+    zero_stage: ZeroStage | None = None
+    micro_batch_size: int | None = None
+    accumulation: int | None = None
+    checkpointing: Checkpointing | None = None
+    loss: LossKind | None = None
+    tp: int | None = None
+    pp: int | None = None
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    sequence_parallel: bool | None = None
+    pipeline_schedule: PipelineSchedule | None = None
+    virtual_stages: int = 1
+    offload: Offload = "none"
+    compile_blocks: bool | None = None
+    """None: on CUDA cards from Ampere on."""
+    keep_unsharded: bool = False
+    every_candidate: bool = False
+    """Keep every micro-batch and checkpointing of a strategy, not only the best."""
+
+
+def make_plan(job: Job, cluster: Cluster, wishes: Wishes | None = None) -> Plan:
+    """Rank all legal strategies and pick one.
+
+    Args:
+        job: What is to be trained.
+        cluster: The cards and wires.
+        wishes: What the user has decided already.
+
+    Raises:
+        ConfigError: If the wishes cannot be met by any mesh, all problems at once.
+    """
+    wishes = wishes or Wishes()
+    from shardwise.planner import advice  # it asks for smaller searches of its own
+
+    _check(job, cluster, wishes)
+    candidates, refusals = survey(job, cluster, wishes)
+    choice = rules.choose(job, cluster, candidates)
+    best = _with_spans(job, cluster, choice.candidate) if choice.candidate else None
+    ordered = tuple(best if best and each is choice.candidate else each for each in candidates)
+    return Plan(
+        job=job,
+        cluster=cluster,
+        recommended=best,
+        reason=choice.reason,
+        rules=choice.rules,
+        candidates=ordered,
+        refusals=refusals + rules.refusals_of(ordered, cluster),
+        advice=advice.advise(job, cluster, wishes, best, candidates),
+        headline=headlines(job, cluster, best),
+        facts=facts(cluster),
+        version=__version__,
+    )
+
+
+def survey(job: Job, cluster: Cluster, wishes: Wishes) -> tuple[tuple[Candidate, ...], tuple[Refusal, ...]]:
+    """All candidates, best first (those that fit before those that do not), and the refusals, one for each rule."""
+    kinds: dict[tuple[str, str], list[Strategy]] = {}
+    refusals: dict[tuple[str, str], Refusal] = {}
+    for strategy in strategies(job, cluster, wishes):
+        broken = [refusal for module in _LEGAL for refusal in module.legal(job, cluster, strategy)]
+        for refusal in broken:
+            refusals.setdefault((refusal.rule, strategy.name), refusal)
+        if not broken:
+            kinds.setdefault((strategy.tuning, strategy.name), []).append(strategy)
+    legal_names = {name for _, name in kinds}
+    candidates: list[Candidate] = []
+    for kind in kinds.values():
+        candidates.extend(_best_of_kind(job, cluster, kind, keep_all=wishes.every_candidate))
+    candidates.sort(key=lambda each: (not each.fits, each.step.seconds if each.fits else each.memory.device_bytes))
+    return tuple(candidates), tuple(each for (_, name), each in refusals.items() if name not in legal_names)
+
+
+def _best_of_kind(job: Job, cluster: Cluster, kind: list[Strategy], *, keep_all: bool) -> list[Candidate]:
+    """Price all variants of one split; the fastest that fits, or the smallest if none does."""
+    priced = [(strategy, memory(job, cluster, strategy)) for strategy in kind]
+    if keep_all:
+        return [price(job, cluster, strategy, used) for strategy, used in priced]
+    fitting = [(strategy, used) for strategy, used in priced if fits(used, cluster)]
+    if not fitting:
+        smallest = min(priced, key=lambda pair: pair[1].device_bytes)
+        return [price(job, cluster, *smallest)]
+    fitting.sort(key=lambda pair: estimate_seconds(Placement(job=job, strategy=pair[0]), cluster))
+    simulated = [price(job, cluster, *pair) for pair in fitting[:SIMULATED]]
+    return [rules.fastest_or_simpler(simulated)]
+
+
+def price(
+    job: Job, cluster: Cluster, strategy: Strategy, used: MemoryBreakdown | None = None, *, spans: bool = False
+) -> Candidate:
+    """One strategy with memory, time and their intervals."""
+    used = used or memory(job, cluster, strategy)
+    step, messages = _slowest_stage(job, cluster, strategy, spans=spans)
+    tokens_per_s = strategy.global_batch_size * job.sequence_length / step.seconds
+    place = Placement(job=job, strategy=strategy)
+    peak = cluster.gpu.peak_flops.get("bf16" if strategy.precision != "fp32" else "fp32", 0.0) * strategy.num_ranks
+    low, high = interval(used.device_bytes, memory_spread(used))
+    return Candidate(
+        strategy=strategy,
+        memory=used,
+        step=step,
+        collectives=messages,
+        tokens_per_s=tokens_per_s,
+        model_flops_utilization=tokens_per_s * model_flops_per_token(place) / peak if peak else 0.0,
+        fits=fits(used, cluster),
+        probability_of_oom=probability_of_oom(used, cluster),
+        memory_interval_bytes=(round(low), round(high)),
+        step_interval_seconds=interval(step.seconds, time_spread(cluster) * step.seconds),
+    )
+
+
+def _slowest_stage(job: Job, cluster: Cluster, strategy: Strategy, *, spans: bool) -> tuple[StepTimeline, tuple]:  # type: ignore[type-arg]
+    stages = sorted({0, strategy.pp - 1})
+    timed = [(Placement(job=job, strategy=strategy, stage=stage)) for stage in stages]
+    steps = [(step_timeline(place, cluster, keep_spans=spans), place) for place in timed]
+    step, place = max(steps, key=lambda pair: pair[0].seconds)
+    return step, sends(place)
+
+
+def _with_spans(job: Job, cluster: Cluster, candidate: Candidate) -> Candidate:
+    """The same candidate with its lanes kept."""
+    return price(job, cluster, candidate.strategy, candidate.memory, spans=True)
+
+
+# -------------------------------------------------------------------------------------------------- enumeration
+
+
+def strategies(job: Job, cluster: Cluster, wishes: Wishes) -> Iterator[Strategy]:
+    """Every combination of mesh, stage and levers that the wishes leave open, legal or not."""
+    tunings: tuple[Tuning, ...] = ("full", "lora", "qlora") if job.tuning == "any" else (job.tuning,)
+    for tuning, (pp, dp_replicate, dp_shard, tp) in itertools.product(tunings, meshes(cluster.num_gpus, wishes)):
+        for stage in _stages(dp_shard, wishes):
+            base = Strategy(
+                pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, zero_stage=stage, tuning=tuning,
+                precision=job.precision, reduce_dtype=job.reduce_dtype, optimizer=job.optimizer, offload=wishes.offload,
+                compile_blocks=_compiles(cluster, wishes), keep_unsharded=wishes.keep_unsharded and stage >= 2,
+                sequence_parallel=tp > 1 if wishes.sequence_parallel is None else wishes.sequence_parallel,
+                pipeline_schedule=wishes.pipeline_schedule or "1f1b", virtual_stages=wishes.virtual_stages if pp > 1 else 1,
+            )  # fmt: skip
+            yield from _levers(job, base, wishes)
+
+
+def meshes(num_gpus: int, wishes: Wishes) -> Iterator[tuple[int, int, int, int]]:
+    """All (pp, dp_replicate, dp_shard, tp) whose product is the number of cards and that the wishes allow."""
+    for pp in _degrees(num_gpus, wishes.pp):
+        for tp in _degrees(num_gpus // pp, wishes.tp):
+            rest = num_gpus // (pp * tp)
+            for dp_shard in _degrees(rest, wishes.dp_shard):
+                dp_replicate = rest // dp_shard
+                if wishes.dp_replicate in (None, dp_replicate):
+                    yield pp, dp_replicate, dp_shard, tp
+
+
+def _degrees(limit: int, wished: int | None) -> Iterable[int]:
+    if wished is not None:
+        return (wished,) if limit % wished == 0 else ()
+    return (degree for degree in range(1, limit + 1) if limit % degree == 0)
+
+
+def _stages(dp_shard: int, wishes: Wishes) -> tuple[ZeroStage, ...]:
+    open_stages: tuple[ZeroStage, ...] = (0,) if dp_shard == 1 else (1, 2, 3)
+    if wishes.zero_stage is None:
+        return open_stages
+    return tuple(stage for stage in open_stages if stage == wishes.zero_stage)
+
+
+def _levers(job: Job, base: Strategy, wishes: Wishes) -> Iterator[Strategy]:
+    checkpointings: tuple[Checkpointing, ...] = ("none", "selective", "full")
+    losses: tuple[LossKind, ...] = ("plain", "chunked")
+    for micro_batch, steps in _batches(job, base.data_parallel, wishes):
+        for checkpointing in (wishes.checkpointing,) if wishes.checkpointing else checkpointings:
+            for loss in (wishes.loss,) if wishes.loss else losses:
+                yield dataclasses.replace(
+                    base, micro_batch_size=micro_batch, accumulation=steps, checkpointing=checkpointing, loss=loss
+                )
+
+
+def _batches(job: Job, data_parallel: int, wishes: Wishes) -> Iterator[tuple[int, int]]:
+    """(micro-batch, accumulation) pairs that give the global batch; what does not divide is yielded to be refused."""
+    share, rest = divmod(job.global_batch_size, data_parallel)
+    wished = wishes.micro_batch_size
+    if rest or share == 0 or (wished is not None and share % wished):
+        micro_batch = wished or 1
+        yield micro_batch, wishes.accumulation or max(1, share // micro_batch)
+        return
+    sizes = [wished] if wished else [size for size in range(1, min(share, 64) + 1) if share % size == 0]
+    for size in sizes:
+        if wishes.accumulation in (None, share // size):
+            yield size, share // size
+    if wished and wishes.accumulation not in (None, share // wished):
+        yield wished, wishes.accumulation or 1
+
+
+def _compiles(cluster: Cluster, wishes: Wishes) -> bool:
+    if wishes.compile_blocks is not None:
+        return wishes.compile_blocks
+    return cluster.gpu.architecture in ("ampere", "ada", "hopper", "blackwell")
+
+
+def _check(job: Job, cluster: Cluster, wishes: Wishes) -> None:
+    """Problems that no mesh can solve, all at once."""
+    problems: list[str] = []
+    given = {name: getattr(wishes, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
+    product = 1
+    for degree in given.values():
+        product *= degree or 1
+    known = ", ".join(f"{name} {degree}" for name, degree in given.items() if degree)
+    if cluster.num_gpus % product:
+        problems.append(f"{known} multiply to {product}, which does not divide the {cluster.num_gpus} cards")
+    elif all(degree is not None for degree in given.values()) and product != cluster.num_gpus:
+        problems.append(
+            f"{known} multiply to {product}, not to the {cluster.num_gpus} cards; leave one out to solve it"
+        )
+    if wishes.zero_stage and cluster.num_gpus == 1:
+        problems.append(f"ZeRO-{wishes.zero_stage} shards over cards, and there is one; use stage 0 or more cards")
+    if wishes.zero_stage and wishes.dp_shard == 1 and cluster.num_gpus > 1:
+        problems.append(f"ZeRO-{wishes.zero_stage} needs dp_shard of 2 or more, not 1")
+    if wishes.zero_stage == 0 and (wishes.dp_shard or 1) > 1:
+        problems.append(f"ZeRO stage 0 shards nothing, but dp_shard is {wishes.dp_shard}; use stage 1, 2 or 3")
+    if job.sequence_length > job.model.max_position_embeddings:
+        limit = job.model.max_position_embeddings
+        problems.append(
+            f"{job.model.name} was made for {limit:,} tokens; a sequence of {job.sequence_length:,} is longer"
+        )
+    problems += [refusal.message for refusal in _batch_problem(job, cluster, wishes)]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _batch_problem(job: Job, cluster: Cluster, wishes: Wishes) -> tuple[Refusal, ...]:
+    """The batch that was asked for, if no mesh gives it."""
+    if cluster.num_gpus % ((wishes.pp or 1) * (wishes.tp or 1)):
+        return ()
+    found: tuple[Refusal, ...] = ()
+    for pp, dp_replicate, dp_shard, tp in meshes(cluster.num_gpus, wishes):
+        for micro_batch, steps in _batches(job, dp_replicate * dp_shard, wishes):
+            strategy = Strategy(
+                pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, micro_batch_size=micro_batch, accumulation=steps
+            )  # fmt: skip
+            refusals = accumulation.legal(job, cluster, strategy)
+            if not refusals:
+                return ()
+            found = found or refusals
+    return found
+
+
+def facts(cluster: Cluster) -> tuple[Fact, ...]:
+    """The figures that the plan rests on, with their sources."""
+    gpu, link = cluster.gpu, cluster.intra_node
+    measured = bool(cluster.measurements.matmul_flops)
+    share = MATMUL_SHARE.get(gpu.architecture)
+    rows = [
+        Fact(name=f"{gpu.name} memory", value=f"{gpu.memory_bytes:,} B", source=gpu.url or gpu.source),
+        Fact(name=f"{gpu.name} peak", value=", ".join(f"{k} {v / 1e12:.1f} TFLOP/s" for k, v in gpu.peak_flops.items()),
+             source=gpu.url or gpu.source),
+        Fact(name="matmul rate", value="measured table" if measured else f"{share or 0.85:.0%} of the peak",
+             source="probe" if measured else "assumed by architecture"),
+        Fact(name=f"{link.name}", value=f"{link.bandwidth_bytes_per_s / 1e9:g} GB/s one way, {link.attained_fraction:.0%} attained",
+             source="probe" if link.curves else (link.attained_source or link.url or link.source)),
+    ]  # fmt: skip
+    if cluster.inter_node is not None and cluster.num_nodes > 1:
+        net = cluster.inter_node
+        rows.append(Fact(name=net.name, value=f"{net.bandwidth_bytes_per_s / 1e9:g} GB/s one way a card",
+                         source=net.attained_source or net.url or net.source))  # fmt: skip
+    rows += [Fact(name="assumption", value=text, source="not measured, not said") for text in cluster.assumptions]
+    return tuple(rows)
