@@ -197,6 +197,15 @@ def model(name: str) -> ModelShape:
     return model_from_config(dict(_model(stem).config), stem)
 
 
+def model_file(name: str) -> ModelFile:
+    """A model's whole entry: config, source, the count that was written down.
+
+    Raises:
+        UnknownNameError: With the nearest names.
+    """
+    return _model(canonical("models", name))
+
+
 def hub_id(name: str) -> str:
     """The hub repository that holds the weights of a catalogue model; `name` itself if it is a repository's id.
 

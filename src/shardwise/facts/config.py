@@ -61,7 +61,7 @@ class Family:
     norms_per_block: int = 2
     windows: Windows = "none"
     """Which layers attend to the last `sliding_window` tokens only."""
-    activation_keys: tuple[str, ...] = ("hidden_act",)
+    activation_key: str = "hidden_act"
     expert_width_key: str | None = None
     """The key that holds the width of one expert; None for dense families."""
     expert_count_keys: tuple[str, ...] = ()
@@ -109,7 +109,6 @@ FAMILIES: Mapping[str, Family] = {
         head_dim=256,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
-        activation_keys=("hidden_activation", "hidden_act"),
     ),
     "gemma2": Family(
         defaults=_dense(8192, 4, tied=True, hidden_act="gelu_pytorch_tanh", sliding_window=4096),
@@ -118,7 +117,7 @@ FAMILIES: Mapping[str, Family] = {
         output_bias="attention_bias",
         norms_per_block=4,
         windows="alternate",
-        activation_keys=("hidden_activation", "hidden_act"),
+        activation_key="hidden_activation",
     ),
     "gemma3_text": Family(
         # The nested text_config of Gemma 3 is saved as its difference from these defaults, so the sizes have them too.
@@ -130,7 +129,7 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=True,
         norms_per_block=4,
         windows="pattern",
-        activation_keys=("hidden_activation", "hidden_act"),
+        activation_key="hidden_activation",
     ),
     "qwen3_moe": Family(
         defaults=_dense(32768, 4, sliding_window=4096, moe_intermediate_size=768, num_experts_per_tok=8),
@@ -293,13 +292,16 @@ class _Reader:
 
     def activation(self) -> str:
         """The name of the feed-forward layer's activation."""
-        for key in (*self.family.activation_keys, "hidden_act"):
-            value = self.config.get(key)
-            if isinstance(value, str) and value:
-                return value[:40]
-            if value is not None:
-                self.problems.append(f"{key!r} must be the name of an activation, not {_shown(value)}")
-        return str(self.family.defaults["hidden_act"])
+        key = self.family.activation_key
+        value = self.config.get(key)
+        if value is None:
+            return str(self.family.defaults["hidden_act"])
+        if not isinstance(value, str) or not 1 <= len(value) <= 40:
+            self.problems.append(f"{key!r} must be the name of an activation, not {_shown(value)}")
+            return ""
+        # Gemma's first files say gelu and mean its tanh form; transformers reads them so.
+        tanh = value == "gelu" and self.config.get("model_type") == "gemma"
+        return "gelu_pytorch_tanh" if tanh else value
 
     def experts(self) -> tuple[int, int]:
         """Experts a block, and how many of them a token passes; (0, 0) for a dense family."""

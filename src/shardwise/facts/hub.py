@@ -8,6 +8,7 @@ huggingface_hub.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -63,16 +64,26 @@ def find_model(name: str, revision: str | None = None) -> FoundModel:
         UsageError: If the hub refuses access, or the revision is not one.
         ResourceError: If the hub cannot be reached.
     """
-    path = Path(name).expanduser()
-    if name and (path.is_file() or path.is_dir()):
+    path = _existing(name)
+    if path is not None:
         return _local(name, path)
-    if revision is None and catalog.knows("models", name):
+    if revision in (None, "main") and catalog.knows("models", name):
         shape = catalog.model(name)
         return FoundModel(shape=shape, origin="catalog", source=shape.name, weights=_weights(name))
     if _HUB_ID.fullmatch(name) is None or ".." in name:
         catalog.canonical("models", name, _way_out(name))  # raises UnknownNameError
         raise UsageError(f"a revision ({revision!r}) needs a hub id, such as {catalog.hub_id(name)!r}, not {name!r}")
     return _from_hub(name, revision or "main")
+
+
+def _existing(name: str) -> Path | None:
+    """The folder or file of that name, if there is one."""
+    # RuntimeError: ~nobody; OSError: a name too long for any file.
+    with contextlib.suppress(RuntimeError, OSError, ValueError):
+        path = Path(name).expanduser()
+        if name and path.exists():
+            return path
+    return None
 
 
 def _weights(name: str) -> str:
@@ -153,10 +164,8 @@ def cached_file(hub_id: str, filename: str, revision: str = "main") -> Path | No
     """
     folder = hub_cache() / ("models--" + hub_id.replace("/", "--"))
     commit = revision
-    try:
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # without a ref the revision may be a commit itself
         commit = (folder / "refs" / revision).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        pass  # then the revision may be a commit itself
     if not re.fullmatch(r"[0-9A-Za-z]{1,64}", commit):
         return None
     file = folder / "snapshots" / commit / filename
@@ -187,6 +196,7 @@ def _download(url: str, hub_id: str) -> str:
     Raises:
         UsageError, ResourceError: As in `find_model`.
     """
+    import http.client
     import urllib.error
     import urllib.request
 
@@ -206,7 +216,7 @@ def _download(url: str, hub_id: str) -> str:
         raise _refused(error.code, url, hub_id, bool(token)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{url} is not UTF-8 text (byte {error.start})") from error
-    except (OSError, ValueError) as error:  # URLError, timeouts, broken connections, an address that is none
+    except (OSError, ValueError, http.client.HTTPException) as error:  # no route, time-out, an address that is none
         reason = getattr(error, "reason", None) or error
         raise ResourceError(
             f"{url} cannot be reached ({reason}); name a catalogue model or a folder with config.json, "
