@@ -198,7 +198,7 @@ def _host_seconds(place: Placement, cluster: Cluster) -> float:
 
 
 def model_flops_per_token(place: Placement) -> float:
-    """FLOPs a token for MFU: 6 a matrix parameter (4 + 2 x share trained under LoRA) and causal attention, three passes.
+    """FLOPs a token for MFU: 6 a matrix parameter (4 under LoRA) and causal attention in as many passes.
 
     Recomputation is not counted. Source: PaLM, arXiv:2204.02311, appendix B, with the causal half of the square.
     """

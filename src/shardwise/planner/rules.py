@@ -21,7 +21,7 @@ from shardwise.planner.uncertainty import fits, usable_bytes
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job, Tuning
 from shardwise.vocabulary.plan import Candidate, Refusal
-from shardwise.vocabulary.strategy import Strategy
+from shardwise.vocabulary.strategy import Checkpointing, LossKind, Strategy
 from shardwise.vocabulary.units import format_gb, format_percent, format_seconds
 
 WITHIN = 0.03
@@ -29,6 +29,7 @@ WITHIN = 0.03
 ONE_CARD = "fits on one card: one job on each card, or DDP when one run must finish sooner"
 ADAPTERS_FIRST = "a full fine-tune does not fit on one card and adapters were not excluded: LoRA or QLoRA first"
 LOWEST_STAGE = "must be a full fine-tune and does not fit on one card: the lowest sharding stage that fits"
+WORDS = {"full": "full fine-tune", "lora": "LoRA", "qlora": "QLoRA"}
 TIME_WINS = "time wins over the rule of thumb"
 
 
@@ -48,6 +49,7 @@ def simplicity(strategy: Strategy) -> tuple[int, ...]:
         int(strategy.tp > 1),
         int(strategy.zero_stage > 0 and strategy.dp_replicate > 1),
         strategy.zero_stage,
+        ("full", "lora", "qlora").index(strategy.tuning),
         ("none", "selective", "full").index(strategy.checkpointing),
         ("plain", "chunked", "fused").index(strategy.loss),
         strategy.accumulation,
@@ -66,8 +68,8 @@ def choose(job: Job, cluster: Cluster, candidates: Sequence[Candidate]) -> Choic
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         return Choice(candidate=None, reason=_nothing_fits(cluster, candidates))
-    tuning, spoken = _tuning(job, cluster, fitting)
-    allowed = [candidate for candidate in fitting if candidate.strategy.tuning == tuning]
+    tunings, spoken = _tunings(job, cluster, fitting)
+    allowed = [candidate for candidate in fitting if candidate.strategy.tuning in tunings]
     best = fastest_or_simpler(allowed)
     rules, reason = [spoken] if spoken else [], _why(best, allowed)
     if cluster.num_gpus > 1:
@@ -80,7 +82,8 @@ def choose(job: Job, cluster: Cluster, candidates: Sequence[Candidate]) -> Choic
 def fits_one_card(job: Job, cluster: Cluster, tuning: Tuning) -> Strategy | None:
     """The simplest strategy of one card that fits, if there is one."""
     one = dataclasses.replace(cluster, num_nodes=1, gpus_per_node=1)
-    for checkpointing, loss in (("none", "plain"), ("full", "plain"), ("full", "chunked")):
+    variants: tuple[tuple[Checkpointing, LossKind], ...] = (("none", "plain"), ("full", "plain"), ("full", "chunked"))
+    for checkpointing, loss in variants:
         strategy = Strategy(
             tuning=tuning, checkpointing=checkpointing, loss=loss, micro_batch_size=1, precision=job.precision,
             accumulation=job.global_batch_size, optimizer=job.optimizer, reduce_dtype=job.reduce_dtype,
@@ -90,26 +93,24 @@ def fits_one_card(job: Job, cluster: Cluster, tuning: Tuning) -> Strategy | None
     return None
 
 
-def _tuning(job: Job, cluster: Cluster, fitting: Sequence[Candidate]) -> tuple[Tuning, str]:
-    """Which tuning is allowed by the rules, and the rule that spoke."""
+def _tunings(job: Job, cluster: Cluster, fitting: Sequence[Candidate]) -> tuple[tuple[Tuning, ...], str]:
+    """Which tunings the rules allow, and the rule that spoke."""
     available = {candidate.strategy.tuning for candidate in fitting}
-    wanted: tuple[Tuning, ...] = ("full", "lora", "qlora") if job.tuning == "any" else (job.tuning,)
-    for tuning in wanted:
-        if tuning in available and (cluster.num_gpus == 1 or fits_one_card(job, cluster, tuning)):
-            rule = ONE_CARD if cluster.num_gpus > 1 else ""
-            return tuning, rule if tuning == wanted[0] else ADAPTERS_FIRST
-    if job.tuning == "any":
-        for tuning in ("lora", "qlora", "full"):
-            if tuning in available:
-                return tuning, ADAPTERS_FIRST if tuning != "full" else LOWEST_STAGE
-    return wanted[0], LOWEST_STAGE if wanted[0] == "full" else ""
+    if job.tuning != "any":
+        alone = cluster.num_gpus > 1 and fits_one_card(job, cluster, job.tuning)
+        return (job.tuning,), ONE_CARD if alone else (LOWEST_STAGE if job.tuning == "full" else "")
+    if "full" in available and (cluster.num_gpus == 1 or fits_one_card(job, cluster, "full")):
+        return ("full",), ONE_CARD if cluster.num_gpus > 1 else ""
+    if available & {"lora", "qlora"}:
+        return ("lora", "qlora"), ADAPTERS_FIRST
+    return ("full",), LOWEST_STAGE
 
 
 def _why(best: Candidate, allowed: Sequence[Candidate]) -> str:
     """The reason in plain words, with the numbers of the alternatives."""
     strategy, step = best.strategy, best.step
     reason = (
-        f"{strategy.name} with micro-batch {strategy.micro_batch_size}, accumulation {strategy.accumulation} and "
+        f"{_called(strategy)} with micro-batch {strategy.micro_batch_size}, accumulation {strategy.accumulation} and "
         f"checkpointing {strategy.checkpointing} fits with {format_gb(best.memory.device_bytes)} a card and takes "
         f"{format_seconds(step.seconds)} a step"
     )
@@ -119,12 +120,16 @@ def _why(best: Candidate, allowed: Sequence[Candidate]) -> str:
     next_best = others[0]
     ratio = next_best.step.seconds / step.seconds - 1
     if ratio >= 0:
-        reason += f"; the next, {next_best.strategy.name}, takes {format_percent(ratio, 1)} longer"
+        reason += f"; the next, {_called(next_best.strategy)}, takes {format_percent(ratio, 1)} longer"
     else:
-        reason += f"; {next_best.strategy.name} is {format_percent(-ratio, 1)} faster but less simple"
+        reason += f"; {_called(next_best.strategy)} is {format_percent(-ratio, 1)} faster but less simple"
     if step.exposed_wire_seconds > 0.01 * step.seconds:
         reason += f"; the wire is exposed for {format_percent(step.exposed_wire_seconds / step.seconds)} of the step"
     return reason + "."
+
+
+def _called(strategy: Strategy) -> str:
+    return strategy.name if strategy.tuning == "full" else f"{strategy.name} with {WORDS[strategy.tuning]}"
 
 
 def _overruled(best: Candidate, allowed: Sequence[Candidate]) -> str:

@@ -40,7 +40,7 @@ from shardwise.vocabulary.strategy import (
     Strategy,
     ZeroStage,
 )
-from shardwise.vocabulary.timeline import StepTimeline
+from shardwise.vocabulary.timeline import Collective, StepTimeline
 
 _LEGAL = (replicate, shard, tensor, pipeline, accumulation, adapters, precision)
 SIMULATED = 4
@@ -98,7 +98,7 @@ def make_plan(job: Job, cluster: Cluster, wishes: Wishes | None = None) -> Plan:
         rules=choice.rules,
         candidates=ordered,
         refusals=refusals + rules.refusals_of(ordered, cluster),
-        advice=advice.advise(job, cluster, wishes, best, candidates),
+        advice=advice.advise(job, cluster, wishes, best, ordered),
         headline=headlines(job, cluster, best),
         facts=facts(cluster),
         version=__version__,
@@ -123,6 +123,12 @@ def survey(job: Job, cluster: Cluster, wishes: Wishes) -> tuple[tuple[Candidate,
     return tuple(candidates), tuple(each for (_, name), each in refusals.items() if name not in legal_names)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Timed:
+    step: StepTimeline
+    messages: tuple[Collective, ...]
+
+
 def _best_of_kind(job: Job, cluster: Cluster, kind: list[Strategy], *, keep_all: bool) -> list[Candidate]:
     """Price all variants of one split; the fastest that fits, or the smallest if none does."""
     priced = [(strategy, memory(job, cluster, strategy)) for strategy in kind]
@@ -142,7 +148,8 @@ def price(
 ) -> Candidate:
     """One strategy with memory, time and their intervals."""
     used = used or memory(job, cluster, strategy)
-    step, messages = _slowest_stage(job, cluster, strategy, spans=spans)
+    slowest = _slowest_stage(job, cluster, strategy, spans=spans)
+    step, messages = slowest.step, slowest.messages
     tokens_per_s = strategy.global_batch_size * job.sequence_length / step.seconds
     place = Placement(job=job, strategy=strategy)
     peak = cluster.gpu.peak_flops.get("bf16" if strategy.precision != "fp32" else "fp32", 0.0) * strategy.num_ranks
@@ -161,12 +168,11 @@ def price(
     )
 
 
-def _slowest_stage(job: Job, cluster: Cluster, strategy: Strategy, *, spans: bool) -> tuple[StepTimeline, tuple]:  # type: ignore[type-arg]
-    stages = sorted({0, strategy.pp - 1})
-    timed = [(Placement(job=job, strategy=strategy, stage=stage)) for stage in stages]
-    steps = [(step_timeline(place, cluster, keep_spans=spans), place) for place in timed]
-    step, place = max(steps, key=lambda pair: pair[0].seconds)
-    return step, sends(place)
+def _slowest_stage(job: Job, cluster: Cluster, strategy: Strategy, *, spans: bool) -> _Timed:
+    """The step of the stage that takes longest, and what it sends."""
+    places = [Placement(job=job, strategy=strategy, stage=stage) for stage in sorted({0, strategy.pp - 1})]
+    timed = [_Timed(step=step_timeline(place, cluster, keep_spans=spans), messages=sends(place)) for place in places]
+    return max(timed, key=lambda each: each.step.seconds)
 
 
 def _with_spans(job: Job, cluster: Cluster, candidate: Candidate) -> Candidate:
@@ -187,15 +193,19 @@ def strategies(job: Job, cluster: Cluster, wishes: Wishes) -> Iterator[Strategy]
                 precision=job.precision, reduce_dtype=job.reduce_dtype, optimizer=job.optimizer, offload=wishes.offload,
                 compile_blocks=_compiles(cluster, wishes), keep_unsharded=wishes.keep_unsharded and stage >= 2,
                 sequence_parallel=tp > 1 if wishes.sequence_parallel is None else wishes.sequence_parallel,
-                pipeline_schedule=wishes.pipeline_schedule or "1f1b", virtual_stages=wishes.virtual_stages if pp > 1 else 1,
+                pipeline_schedule=wishes.pipeline_schedule or "1f1b",
+                virtual_stages=wishes.virtual_stages if pp > 1 else 1,
             )  # fmt: skip
             yield from _levers(job, base, wishes)
 
 
 def meshes(num_gpus: int, wishes: Wishes) -> Iterator[tuple[int, int, int, int]]:
-    """All (pp, dp_replicate, dp_shard, tp) whose product is the number of cards and that the wishes allow."""
-    for pp in _degrees(num_gpus, wishes.pp):
-        for tp in _degrees(num_gpus // pp, wishes.tp):
+    """All (pp, dp_replicate, dp_shard, tp) whose product is the number of cards and that the wishes allow.
+
+    Tensor and pipeline degrees are priced only where they are asked for: the engine does not run them yet.
+    """
+    for pp in _degrees(num_gpus, wishes.pp or 1):
+        for tp in _degrees(num_gpus // pp, wishes.tp or 1):
             rest = num_gpus // (pp * tp)
             for dp_shard in _degrees(rest, wishes.dp_shard):
                 dp_replicate = rest // dp_shard
@@ -287,8 +297,13 @@ def _batch_problem(job: Job, cluster: Cluster, wishes: Wishes) -> tuple[Refusal,
     for pp, dp_replicate, dp_shard, tp in meshes(cluster.num_gpus, wishes):
         for micro_batch, steps in _batches(job, dp_replicate * dp_shard, wishes):
             strategy = Strategy(
-                pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, micro_batch_size=micro_batch, accumulation=steps
-            )  # fmt: skip
+                pp=pp,
+                dp_replicate=dp_replicate,
+                dp_shard=dp_shard,
+                tp=tp,
+                micro_batch_size=micro_batch,
+                accumulation=steps,
+            )
             refusals = accumulation.legal(job, cluster, strategy)
             if not refusals:
                 return ()
@@ -301,15 +316,23 @@ def facts(cluster: Cluster) -> tuple[Fact, ...]:
     gpu, link = cluster.gpu, cluster.intra_node
     measured = bool(cluster.measurements.matmul_flops)
     share = MATMUL_SHARE.get(gpu.architecture)
+    peaks = ", ".join(f"{dtype} {rate / 1e12:.1f} TFLOP/s" for dtype, rate in gpu.peak_flops.items())
+    card = gpu.url or gpu.source
+    wire = f"{link.bandwidth_bytes_per_s / 1e9:g} GB/s one way, {link.attained_fraction:.0%} attained"
     rows = [
-        Fact(name=f"{gpu.name} memory", value=f"{gpu.memory_bytes:,} B", source=gpu.url or gpu.source),
-        Fact(name=f"{gpu.name} peak", value=", ".join(f"{k} {v / 1e12:.1f} TFLOP/s" for k, v in gpu.peak_flops.items()),
-             source=gpu.url or gpu.source),
-        Fact(name="matmul rate", value="measured table" if measured else f"{share or 0.85:.0%} of the peak",
-             source="probe" if measured else "assumed by architecture"),
-        Fact(name=f"{link.name}", value=f"{link.bandwidth_bytes_per_s / 1e9:g} GB/s one way, {link.attained_fraction:.0%} attained",
-             source="probe" if link.curves else (link.attained_source or link.url or link.source)),
-    ]  # fmt: skip
+        Fact(name=f"{gpu.name} memory", value=f"{gpu.memory_bytes:,} B", source=card),
+        Fact(name=f"{gpu.name} peak", value=peaks, source=card),
+        Fact(
+            name="matmul rate",
+            value="measured table" if measured else f"{share or 0.85:.0%} of the peak",
+            source="probe" if measured else "assumed by architecture",
+        ),
+        Fact(
+            name=link.name,
+            value=wire,
+            source="probe" if link.curves else (link.attained_source or link.url or link.source),
+        ),
+    ]
     if cluster.inter_node is not None and cluster.num_nodes > 1:
         net = cluster.inter_node
         rows.append(Fact(name=net.name, value=f"{net.bandwidth_bytes_per_s / 1e9:g} GB/s one way a card",

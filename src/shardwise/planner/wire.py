@@ -76,10 +76,8 @@ def link_seconds(link: Link, op: CollectiveOp, ranks: int, num_bytes: int) -> fl
 
 def _nearest_curve(link: Link, op: CollectiveOp, ranks: int) -> CollectiveCurve | None:
     """The table of this op with the nearest number of ranks; all_gather and reduce_scatter stand in for each other."""
-    wanted: tuple[CollectiveOp, ...] = {
-        "all_gather": ("all_gather", "reduce_scatter"),
-        "reduce_scatter": ("reduce_scatter", "all_gather"),
-    }.get(op, (op,))  # type: ignore[assignment]
+    stand_in: dict[CollectiveOp, CollectiveOp] = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+    wanted = (op, stand_in[op]) if op in stand_in else (op,)
     for name in (*wanted, "all_reduce"):
         curves = [curve for curve in link.curves if curve.op == name and curve.points and curve.ranks > 1]
         if curves:

@@ -105,7 +105,7 @@ class MemoryBreakdown:
 
     @cached_property
     def _totals(self) -> dict[tuple[Instant, Level], int]:
-        totals = {(instant, level): 0 for instant in Instant for level in _LEVELS}
+        totals: dict[tuple[Instant, Level], int] = {(instant, level): 0 for instant in Instant for level in _LEVELS}
         for term in self.terms:
             for instant in term.alive:
                 for level in _LEVELS[_LEVELS.index(term.level) :]:
