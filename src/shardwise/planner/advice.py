@@ -53,14 +53,15 @@ def _make_it_fit(job: Job, cluster: Cluster, wishes: search.Wishes) -> Iterator[
         if fitting:
             best = min(fitting, key=lambda candidate: candidate.step.seconds)
             used = format_gb(best.memory.device_bytes)
-            price = f"{best.tokens_per_s:,.0f} tokens/s with {best.strategy.name}, {used} a card"found.append(
+            price = f"{best.tokens_per_s:,.0f} tokens/s with {best.strategy.name}, {used} a card"
+            found.append(
                 (change.size, Advice(rule="make_it_fit", message=change.what, command=change.flags, price=price))
             )
     yield from (advice for _, advice in sorted(found, key=lambda pair: pair[0]))
     if not found:
+        limit = format_gb(usable_bytes(cluster))
         yield Advice(
-            rule="make_it_fit",
-            message=f"Nothing that was tried fits into {format_gb(usable_bytes(cluster))} a card: take a smaller model.",
+            rule="make_it_fit", message=f"Nothing that was tried fits into {limit} a card: take a smaller model."
         )
 
 

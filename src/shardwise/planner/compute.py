@@ -11,6 +11,7 @@ architecture, and the plan says so.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ def interpolate(points: Sequence[RatePoint], size: float) -> float:
     """The rate at `size`, log-log between the measured points, constant outside them."""
     if size <= points[0].size:
         return points[0].rate
-    for low, high in zip(points, points[1:], strict=False):
+    for low, high in itertools.pairwise(points):
         if size <= high.size:
             share = math.log(size / low.size) / math.log(high.size / low.size)
             return low.rate * (high.rate / low.rate) ** share

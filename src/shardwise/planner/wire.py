@@ -12,6 +12,7 @@ below them time stays. A table for another number of ranks is scaled by bus band
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -89,7 +90,7 @@ def _nearest_curve(link: Link, op: CollectiveOp, ranks: int) -> CollectiveCurve 
 def _from_table(points: tuple[CurvePoint, ...], num_bytes: int) -> float:
     if num_bytes <= points[0].bytes:
         return points[0].seconds
-    for low, high in zip(points, points[1:], strict=False):
+    for low, high in itertools.pairwise(points):
         if num_bytes <= high.bytes:
             share = math.log(num_bytes / low.bytes) / math.log(high.bytes / low.bytes)
             return low.seconds * (high.seconds / low.seconds) ** share
