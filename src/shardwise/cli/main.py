@@ -28,6 +28,7 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "plan": Command(module="shardwise.cli.plan", summary="memory and time of every way to split a fine-tune"),
+    "probe": Command(module="shardwise.cli.probe", summary="measure the cards and the wire between them"),
     "report": Command(module="shardwise.cli.report", summary="draw a run folder or a plan as one page"),
 }
 """Only what works is listed. Importing this table imports no command."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
+from shardwise.facts import catalog
 from shardwise.probe.curves import fit_line, interpolate, left_out_error, median, predict_by_line
 from shardwise.probe.findings import Findings, Fit, ProbeReport, RateRecord, Scope, WireRecord
 from shardwise.vocabulary.cluster import (
@@ -22,6 +24,10 @@ from shardwise.vocabulary.units import KIB, format_bytes
 
 SMALL_BYTES = 4 * KIB
 """Up to this size a message's time is latency."""
+SAME_CARD = 0.05
+"""A card whose memory differs by more from the catalogue's is another variant."""
+BUSY = 0.5
+"""Load a core from which a measurement is said to have been disturbed."""
 FITTED_FROM_BYTES = 64 * KIB
 """The line is fitted from here up; smaller messages use other protocols, with a kink between."""
 
@@ -70,6 +76,12 @@ def _assumptions(findings: Findings) -> Iterable[str]:
         yield f"The cards differ ({', '.join(names)}); all are taken for the weakest of them."
     if not findings.wire:
         yield "No wire was measured (one rank); intra_node stands for memory copies inside one device."
+    busiest = max(findings.ranks, key=lambda rank: rank.load / rank.num_cpus)
+    if busiest.load > BUSY * busiest.num_cpus:
+        yield (
+            f"The machine was busy when it was measured (load {busiest.load:.1f} on {busiest.num_cpus} core(s)); "
+            "an idle one is faster."
+        )
     if findings.ranks[0].architecture == "cpu":
         yield "A card is one rank's share of the cores; its memory is that share of what was free for new programs."
 
@@ -78,21 +90,25 @@ def _assumptions(findings: Findings) -> Iterable[str]:
 
 
 def _gpu(findings: Findings) -> Gpu:
+    """The card by its data sheet if the catalogue knows it, else by what was measured; memory as the driver has it."""
     first = findings.ranks[0]
+    memory = min(rank.device_memory_bytes for rank in findings.ranks)
+    cuda = [rank.cuda_memory_bytes for rank in findings.ranks if rank.cuda_memory_bytes is not None]
+    if catalog.knows("gpus", first.device_name):
+        known = catalog.gpu(first.device_name)
+        if abs(known.memory_bytes / memory - 1) < SAME_CARD:
+            return replace(known, memory_bytes=memory, cuda_memory_bytes=min(cuda, default=None))
     peak: dict[str, float] = {}
     for record in findings.rates:
         if record.what == "matmul":
             peak[record.dtype] = max(record.rate, peak.get(record.dtype, 0.0))
-    name = first.device_name
-    if first.architecture == "cpu":
-        name = f"{first.num_threads} core(s) of {name}"
-    cuda = [rank.cuda_memory_bytes for rank in findings.ranks if rank.cuda_memory_bytes is not None]
+    cores = f"{first.num_threads} core(s) of " if first.architecture == "cpu" else ""
     return Gpu(
-        name=name,
-        memory_bytes=min(rank.device_memory_bytes for rank in findings.ranks),
-        cuda_memory_bytes=min(cuda) if cuda else None,
+        name=cores + first.device_name,
+        memory_bytes=memory,
+        cuda_memory_bytes=min(cuda, default=None),
         peak_flops=peak,
-        memory_bandwidth_bytes_per_s=findings.copy_bytes_per_s or 0.0,
+        memory_bandwidth_bytes_per_s=findings.copy_bytes_per_s,
         architecture=first.architecture,
         source="measured",
     )
@@ -197,12 +213,14 @@ def _link(findings: Findings, scope: Scope) -> Link | None:
     small = [point.seconds for point in points if point.bytes <= SMALL_BYTES] or [points[0].seconds]
     error = left_out_error(large, predict_by_line)
     checked = f"; off by {100 * error:.0f} % on average at sizes left out of it" if error is not None else ""
+    kind = _link_kind(findings, scope)
+    nominal = _line_rate(findings, kind) or attained
     return Link(
-        name=f"measured-{scope.replace('_', '-')}",
-        kind=_link_kind(findings, scope),
-        bandwidth_bytes_per_s=attained,
+        name=f"measured-{kind.replace('_', '-')}",
+        kind=kind,
+        bandwidth_bytes_per_s=nominal,
         latency_seconds=median(small),
-        attained_fraction=1.0,
+        attained_fraction=attained / nominal,
         attained_source=(
             f"bus bandwidth of {reference[0].op} over {widest} ranks, least squares of t = a + b*bytes over "
             f"{format_bytes(large[0].bytes)} to {format_bytes(large[-1].bytes)}{checked}; latency: median up to "
@@ -221,7 +239,19 @@ def _link_kind(findings: Findings, scope: Scope) -> LinkKind:
     off = findings.switches
     if off.get("NCCL_P2P_DISABLE") == "1":
         return "network" if off.get("NCCL_SHM_DISABLE") == "1" else "host_memory"
-    return "nvlink" if findings.nvlink else "pcie" if findings.peer_access else "host_memory"
+    pairs = [pair for each in findings.inventories for pair in each.pairs]
+    if pairs and all(pair.num_nvlinks for pair in pairs):
+        return "nvlink"
+    if pairs and all(pair.peer_access for pair in pairs):
+        return "pcie"
+    return "host_memory"
+
+
+def _line_rate(findings: Findings, kind: LinkKind) -> float | None:
+    """One way, a card, as the driver reports it for NVLink; None for other wires."""
+    cards = [card for each in findings.inventories for card in each.cards]
+    rates = [card.nvlink_bytes_per_s for card in cards if card.nvlink_bytes_per_s is not None]
+    return min(rates, default=None) if kind == "nvlink" else None
 
 
 def _no_wire(findings: Findings) -> Link:
@@ -229,7 +259,7 @@ def _no_wire(findings: Findings) -> Link:
     return Link(
         name="none-one-card",
         kind="loopback",
-        bandwidth_bytes_per_s=(findings.copy_bytes_per_s or 0.0) / 2,
+        bandwidth_bytes_per_s=findings.copy_bytes_per_s / 2,
         attained_fraction=1.0,
         attained_source="there is one card on each machine; this is a memory copy inside of it",
         source="assumed",

@@ -177,11 +177,9 @@ def measure_contention(group: Group, dtype: str, control: Control, seconds: floa
     exchange.fill()
     for call in (matmul, exchange.call):
         time_calls(call, 2, group.device)
-    control.barrier()
-    alone_matmul = mean(time_calls(matmul, 15, group.device))
-    control.barrier()
-    alone_wire = control.slowest([mean(time_calls(exchange.call, 15, group.device))])[0]
-    count = max(5, min(100, int(0.4 * seconds / max(alone_wire, 1e-6))))
+    alone_matmul = _mean_alone(matmul, group.device, control, 0.25 * seconds)
+    alone_wire = _mean_alone(exchange.call, group.device, control, 0.25 * seconds)
+    count = max(5, min(1000, int(0.4 * seconds / alone_wire)))
     control.barrier()
     run = _together_on_gpu if cuda else _together_on_cpu
     with_wire, with_matmul = run(matmul, exchange.call, count, group.device)
@@ -195,10 +193,19 @@ def measure_contention(group: Group, dtype: str, control: Control, seconds: floa
     )
 
 
+def _mean_alone(call: Callable[[], Any], device: torch.device, control: Control, seconds: float) -> float:
+    """Mean seconds of a call on the slowest rank, over about `seconds`: many time slices of a shared core."""
+    control.barrier()
+    first = control.slowest([mean(time_calls(call, 3, device))])[0]
+    count = max(5, min(2000, int(seconds / max(first, 1e-9))))
+    control.barrier()
+    return control.slowest([mean(time_calls(call, count, device))])[0]
+
+
 def _together_on_cpu(
     matmul: Callable[[], Any], send: Callable[[], Any], count: int, device: torch.device
 ) -> tuple[float, float]:
-    """Mean seconds of a matmul while `count` messages are sent by another thread, and of a message meanwhile."""
+    """Mean seconds of a matmul while another thread sends `count` messages, and of a message meanwhile."""
     import threading
 
     sent: list[float] = []

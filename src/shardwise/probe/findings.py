@@ -107,6 +107,88 @@ class RankFacts:
     """Of the whole machine; a container's limit if that is lower."""
     num_threads: int = 1
     architecture: str = ""
+    num_cpus: int = 1
+    """Cores that the rank's process may use, shared with the other ranks."""
+    load: float = 0.0
+    """The machine's load average over the minute before the measurement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardRecord:
+    """One card's own links. None where the driver does not say."""
+
+    index: int
+    """In the driver's order."""
+    name: str
+    uuid: str | None = None
+    pcie_generation: int | None = None
+    """Under load; idle cards train their link down."""
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    num_nvlinks: int | None = None
+    num_active_nvlinks: int | None = None
+    nvlink_bytes_per_s: float | None = None
+    """Line rate of the active links together, one way."""
+    slowdowns: tuple[str, ...] = ()
+    """Why the driver held clocks down."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairPath:
+    """How two cards are joined, in the driver's order."""
+
+    first: int
+    second: int
+    path: str | None = None
+    """NVLINK, PIX, PXB, PHB, NODE or SYS, as `nvidia-smi topo -m` has it."""
+    num_nvlinks: int | None = None
+    peer_access: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """One network interface."""
+
+    name: str
+    state: str
+    bits_per_s: float | None = None
+    mtu: int | None = None
+    has_device: bool = False
+    """Whether hardware stands behind it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """One port of an InfiniBand or RoCE adapter."""
+
+    device: str
+    port: int
+    state: str
+    layer: str
+    bits_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """What one machine holds, read without root, without torch and without a context on any card."""
+
+    host: str
+    cpu: str
+    num_cpus: int
+    num_numa_nodes: int | None = None
+    memory_bytes: int | None = None
+    kernel: str = ""
+    driver: str = ""
+    container: str = ""
+    virtual_machine: str = ""
+    cards: tuple[CardRecord, ...] = ()
+    pairs: tuple[PairPath, ...] = ()
+    networks: tuple[Network, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    unreadable: tuple[str, ...] = ()
+    """What could not be read, why, and the command that would."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +201,8 @@ class Findings:
     rates: tuple[RateRecord, ...] = ()
     memory: tuple[MemoryRecord, ...] = ()
     contention: Contention | None = None
-    copy_bytes_per_s: float | None = None
+    copy_bytes_per_s: float
+    """Inside the device's memory, read and written bytes both counted."""
     host_to_device_bytes_per_s: float | None = None
     device_to_host_bytes_per_s: float | None = None
     launch_gap_seconds: float | None = None
@@ -128,10 +211,8 @@ class Findings:
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     switches: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables in force that change the result."""
-    nvlink: bool = False
-    """Whether NVLink joins every two cards of a machine."""
-    peer_access: bool = False
-    """Whether every card may reach the memory of every other on its machine."""
+    inventories: tuple[Inventory, ...] = ()
+    """One a machine; its cards were read while every card copied to and from host memory."""
     seconds: float = 0.0
     """From the start of the probe to the end of the last measurement."""
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
+from shardwise.facts.machine.record import GpuCard, Machine, P2pStatus, Reading, Unreadable
+from shardwise.probe.findings import Adapter, CardRecord, Inventory, Network, PairPath
 from shardwise.vocabulary.units import KIB
 
+T = TypeVar("T")
 _SWITCH_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_")
 _SWITCHES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF",
              "PYTORCH_CUDA_ALLOC_CONF")  # fmt: skip
@@ -94,3 +98,99 @@ def driver_version(root: Path = Path("/")) -> str:
 def has_nvidia_device(root: Path = Path("/")) -> bool:
     """Whether the driver offers any card; asks nothing of it."""
     return any((root / "dev").glob("nvidia[0-9]*")) or (root / "dev/dxg").exists()
+
+
+def take_inventory(machine: Machine) -> Inventory:
+    """What a machine holds, from how `facts.machine` read it."""
+    cards = () if isinstance(machine.gpus, Unreadable) else machine.gpus
+    networks = _known(machine.interfaces) or ()
+    ports = _known(machine.ib_ports) or ()
+    parts = {"cards": machine.gpus, "network interfaces": machine.interfaces, "InfiniBand": machine.ib_ports,
+             "driver": machine.driver.version, "memory": machine.host_memory_bytes}  # fmt: skip
+    return Inventory(
+        host=machine.hostname,
+        cpu=machine.cpu.model or machine.cpu.architecture,
+        num_cpus=machine.cpu.num_cpus,
+        num_numa_nodes=_known(machine.cpu.num_numa_nodes),
+        memory_bytes=_known(machine.host_memory_bytes),
+        kernel=_known(machine.kernel) or "",
+        driver=_known(machine.driver.version) or "",
+        container=machine.container,
+        virtual_machine=_known(machine.virtual_machine) or "",
+        cards=tuple(_card_record(card) for card in cards),
+        pairs=_pair_paths(machine),
+        networks=tuple(
+            Network(
+                name=each.name,
+                state=each.operstate,
+                bits_per_s=_known(each.speed_bits_per_s),
+                mtu=_known(each.mtu),
+                has_device=each.has_device,
+            )
+            for each in networks
+        ),
+        adapters=tuple(
+            Adapter(
+                device=port.device,
+                port=port.port,
+                state=port.state,
+                layer=port.link_layer,
+                bits_per_s=_known(port.rate_bits_per_s),
+            )
+            for port in ports
+        ),
+        versions=dict(machine.packages),
+        unreadable=tuple(_excuse(name, part) for name, part in parts.items() if isinstance(part, Unreadable)),
+    )
+
+
+def _excuse(name: str, reading: Unreadable) -> str:
+    return f"{name}: {reading.why}" + (f" (try: {reading.command})" if reading.command else "")
+
+
+def _card_record(card: GpuCard) -> CardRecord:
+    links = _known(card.nvlinks)
+    active = None if links is None else [link for link in links if link.active]
+    speeds = None if active is None else [_known(link.speed_bytes_per_s) for link in active]
+    return CardRecord(
+        index=card.index,
+        name=card.name,
+        uuid=_known(card.uuid),
+        pcie_generation=_known(card.pcie_gen),
+        pcie_generation_max=_known(card.pcie_gen_max),
+        pcie_width=_known(card.pcie_width),
+        pcie_width_max=_known(card.pcie_width_max),
+        num_nvlinks=None if links is None else len(links),
+        num_active_nvlinks=None if active is None else len(active),
+        nvlink_bytes_per_s=_total(speeds),
+        slowdowns=_known(card.slowdown_reasons) or (),
+    )
+
+
+def _pair_paths(machine: Machine) -> tuple[PairPath, ...]:
+    """How every two cards of a machine are joined."""
+    return tuple(
+        PairPath(
+            first=pair.a,
+            second=pair.b,
+            path=None if (path := _known(pair.path)) is None else path.name,
+            num_nvlinks=_known(pair.num_nvlinks),
+            peer_access=_both_granted(pair.read, pair.write),
+        )
+        for pair in machine.pairs
+    )
+
+
+def _both_granted(read: Reading[P2pStatus], write: Reading[P2pStatus]) -> bool | None:
+    reading, writing = _known(read), _known(write)
+    return None if reading is None or writing is None else reading == writing == P2pStatus.OK
+
+
+def _known(reading: Reading[T]) -> T | None:
+    return None if isinstance(reading, Unreadable) else reading
+
+
+def _total(speeds: list[float | None] | None) -> float | None:
+    """The sum; None if any is unknown or there is nothing to add."""
+    known = [speed for speed in speeds or [] if speed is not None]
+    return sum(known) if known and len(known) == len(speeds or []) else None

@@ -52,7 +52,7 @@ def probe(options: ProbeOptions | None = None) -> ProbeReport:
         raise UsageError(
             f"A probe of {options.nodes} machines is started on each of them by torchrun, for example: torchrun "
             f"--nnodes={options.nodes} --nproc-per-node=gpu --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 "
-            "--no-python shardwise probe"
+            "-m shardwise probe"
         )
     device, num_ranks = choose_ranks(options)
     findings = _run_local(make_task(options, device), num_ranks, started_at, options)

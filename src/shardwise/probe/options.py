@@ -13,7 +13,7 @@ from shardwise.vocabulary.units import GIB, KIB, MIB
 
 Device = Literal["cuda", "cpu"]
 
-QUICK_SECONDS = 13.0
+QUICK_SECONDS = 15.0
 """A quick probe's aim, from its start to the end of the last measurement; what remains to 20 s is slack."""
 FULL_SECONDS = 95.0
 QUICK_SIZES = (8, 4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 16 * MIB, 64 * MIB)

@@ -9,6 +9,7 @@ import os
 import platform
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,9 +22,10 @@ import torch.cuda.nccl
 import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
+from shardwise.facts.machine import Machine, read_machine
 from shardwise.probe import compute, inventory, wire
 from shardwise.probe.control import Control
-from shardwise.probe.findings import Findings, MemoryRecord, PairRecord, RankFacts, Skipped
+from shardwise.probe.findings import Findings, Inventory, MemoryRecord, PairRecord, RankFacts, Skipped
 from shardwise.probe.groups import groupings
 from shardwise.probe.options import Place, ProbeTask
 from shardwise.vocabulary.codec import from_data, to_json
@@ -31,6 +33,8 @@ from shardwise.vocabulary.units import MIB
 
 HANG_SECONDS = 90.0
 """After this long without an answer a collective is given up."""
+READING_SECONDS = 10.0
+"""How long the driver may take to describe its cards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +75,11 @@ def _measure_all(task: ProbeTask, place: Place, device: torch.device, control: C
     """The measurements in order; what one leaves of the time, the next may use."""
     facts = control.gather(_facts(place, device))
     control.say(f"{control.world_size} ranks on {place.num_nodes} machine(s): {facts[0].device_name}")
-    findings = Findings(ranks=tuple(facts), versions=versions(device), switches=place.environment)
-    findings = _measure_compute(task, device, control, findings)
+    copy = compute.measure_copy(task.copy_bytes, device, control, 0.02 * control.seconds_left())
+    findings = Findings(
+        ranks=tuple(facts), copy_bytes_per_s=copy, versions=versions(device), switches=place.environment
+    )
+    findings = _measure_compute(task, place, device, control, findings)
     findings = _measure_disk(task, place, control, findings)
     if control.world_size == 1:
         only = Skipped(what="the wire", why="there is one rank, and so no wire")
@@ -98,6 +105,8 @@ def _facts(place: Place, device: torch.device) -> RankFacts:
         host_memory_bytes=inventory.total_memory_bytes(),
         num_threads=torch.get_num_threads(),
         architecture=architecture,
+        num_cpus=inventory.num_usable_cpus(),
+        load=os.getloadavg()[0],
     )
 
 
@@ -118,8 +127,10 @@ def versions(device: torch.device) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------------- compute
 
 
-def _measure_compute(task: ProbeTask, device: torch.device, control: Control, findings: Findings) -> Findings:
-    """Matmuls, attention, copies and launches: about 40 % of the time that is left."""
+def _measure_compute(
+    task: ProbeTask, place: Place, device: torch.device, control: Control, findings: Findings
+) -> Findings:
+    """Matmuls, attention, host copies and launches: about 40 % of the time that is left."""
     seconds = 0.4 * control.seconds_left()
     rates, skipped = compute.measure_matmul(
         task.matmul_sizes, task.matmul_dtypes, device, control, 0.55 * seconds
@@ -129,18 +140,41 @@ def _measure_compute(task: ProbeTask, device: torch.device, control: Control, fi
         best[record.dtype] = max(record.rate, best.get(record.dtype, 0.0))
     dtype = max((name for name in best if name != "tf32"), key=best.__getitem__, default="fp32")
     attention, too_long = compute.measure_attention(task.attention_lengths, dtype, device, control, 0.3 * seconds)
-    copy = compute.measure_copy(task.copy_bytes, device, control, 0.05 * seconds)
-    findings = replace(
-        findings, rates=(*rates, *attention), copy_bytes_per_s=copy, skipped=(*findings.skipped, *skipped, *too_long)
-    )
+    findings = replace(findings, rates=(*rates, *attention), skipped=(*findings.skipped, *skipped, *too_long))
     if device.type != "cuda":
         why = "ranks on CPU have no copies between host and device and no kernel launches"
-        return replace(findings, skipped=(*findings.skipped, Skipped(what="host copies, launch gap", why=why)))
-    up, down = compute.measure_host_copies(task.copy_bytes, device, control, 0.1 * seconds)
+        skip = Skipped(what="host copies, launch gap", why=why)
+        inventories = _inventories(read_machine() if place.local_rank == 0 else None, control)
+        return replace(findings, skipped=(*findings.skipped, skip), inventories=inventories)
+    findings = _measure_host_copies(task, place, device, control, findings)
     gap = compute.measure_launch_gap(device, control)
+    return replace(findings, launch_gap_seconds=gap)
+
+
+def _measure_host_copies(
+    task: ProbeTask, place: Place, device: torch.device, control: Control, findings: Findings
+) -> Findings:
+    """Copies up and down, while one rank of each machine asks the driver what the links look like under load."""
+    seconds = 0.04 * control.seconds_left()
+    read: list[Machine] = []
+    reader = threading.Thread(target=lambda: read.append(read_machine()), daemon=True)
+    if place.local_rank == 0:
+        reader.start()
+    up, down = compute.measure_host_copies(task.copy_bytes, device, control, seconds)
+    if place.local_rank == 0:
+        reader.join(timeout=READING_SECONDS)
     return replace(
-        findings, host_to_device_bytes_per_s=up, device_to_host_bytes_per_s=down, launch_gap_seconds=gap
-    )  # fmt: skip
+        findings,
+        host_to_device_bytes_per_s=up,
+        device_to_host_bytes_per_s=down,
+        inventories=_inventories(read[0] if read else None, control),
+    )
+
+
+def _inventories(machine: Machine | None, control: Control) -> tuple[Inventory, ...]:
+    """Of every rank that read its machine."""
+    taken = control.gather(None if machine is None else inventory.take_inventory(machine))
+    return tuple(each for each in taken if each is not None)
 
 
 def _measure_disk(task: ProbeTask, place: Place, control: Control, findings: Findings) -> Findings:

@@ -38,6 +38,8 @@ from shardwise.vocabulary.units import KIB, format_bandwidth, format_bytes, form
 PERIOD = 65_537
 ELEMENT_BYTES = 4
 OPS: tuple[CollectiveOp, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send")
+WEIGHTS: dict[CollectiveOp, int] = {"all_reduce": 3, "all_gather": 3, "reduce_scatter": 3}
+"""Shares of the time; training by data lives on these three, the others count 1."""
 WARM_UP_CALLS = 5
 MIN_CALLS, MAX_CALLS = 5, 200
 
@@ -380,14 +382,15 @@ def sweep_group(group: Group, sizes: tuple[int, ...], control: Control, seconds:
     until = control.slowest([control.seconds])[0] + seconds
     records: list[WireRecord] = []
     skipped: list[Skipped] = []
-    for done, op in enumerate(OPS):
+    for i, op in enumerate(OPS):
         what = f"{op} over {group.grouping.name} ({group.size} ranks)"
         why = why_unsupported(op, group, control)
         if why:
             skipped.append(Skipped(what=what, why=why))
             continue
         left = until - control.slowest([control.seconds])[0]
-        found, cut = sweep_op(op, group, sizes, control, left / (len(OPS) - done))
+        share = _weight(op) / sum(_weight(other) for other in OPS[i:])
+        found, cut = sweep_op(op, group, sizes, control, left * share)
         records += found
         if cut:
             skipped.append(Skipped(what=what, why=cut))
@@ -398,6 +401,10 @@ def sweep_group(group: Group, sizes: tuple[int, ...], control: Control, seconds:
                 f"{format_bandwidth(best.bus_bandwidth)} at {format_bytes(best.bytes)}"
             )
     return Sweep(records=tuple(records), skipped=tuple(skipped))
+
+
+def _weight(op: CollectiveOp) -> int:
+    return WEIGHTS.get(op, 1)
 
 
 def why_unsupported(op: CollectiveOp, group: Group, control: Control) -> str:
