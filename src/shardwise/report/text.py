@@ -160,7 +160,9 @@ def _strategy_columns() -> list[Column[_Row]]:
         return Column(title=title, cell=cell, right=right, priority=priority, colors=lambda row: row.colors)
 
     def category(name: Category) -> Column[_Row]:
-        return of(_SHORT[name], lambda row: f"{words.memory_by_category(row.candidate)[name] / GB:.1f}", 4)
+        return of(
+            words.CATEGORY_HEADS[name], lambda row: f"{words.memory_by_category(row.candidate)[name] / GB:.1f}", 4
+        )
 
     return [
         of("", lambda row: "▸" if row.taken else "", right=False),
@@ -175,16 +177,6 @@ def _strategy_columns() -> list[Column[_Row]]:
         of("tokens/s", lambda row: words.format_rate(row.candidate.tokens_per_s)),
         Column(title="verdict", cell=lambda row: row.verdict, right=False, colors=lambda row: row.verdict_colors),
     ]
-
-
-_SHORT = {
-    Category.PARAMETER: "param",
-    Category.GRADIENT: "grad",
-    Category.OPTIMIZER: "optim",
-    Category.ACTIVATION: "activ",
-    Category.TEMPORARY: "temp",
-    Category.RUNTIME: "run",
-}
 
 
 def _told(row: _Row, style: Style) -> list[str]:

@@ -48,6 +48,17 @@ OPTIMIZERS = {
 TUNINGS = {"full": "full fine-tune", "lora": "LoRA", "qlora": "QLoRA", "any": "full fine-tune or adapters"}
 
 
+CATEGORY_HEADS = {
+    Category.PARAMETER: "param",
+    Category.GRADIENT: "grad",
+    Category.OPTIMIZER: "optim",
+    Category.ACTIVATION: "activ",
+    Category.TEMPORARY: "temp",
+    Category.RUNTIME: "run",
+}
+"""Heads of narrow columns."""
+
+
 # ---------------------------------------------------------------------------------------------------- numbers
 
 

@@ -1,0 +1,57 @@
+"""A plan as one picture in a file of its own, such as the one in the README."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwise.report import charts, svg, words
+from shardwise.report.markup import Child, Markup, join
+from shardwise.vocabulary.plan import Candidate, Plan
+from shardwise.vocabulary.units import format_seconds
+
+
+def plan_picture(plan: Plan, width: float = 880, *, max_strategies: int = 6) -> Markup:
+    """A plan as one picture in a file of its own: memory of every split, and the step of the one that was taken."""
+    margin, inner = 24.0, width - 48
+    shown = words.leaders(plan.candidates, plan.recommended, limit=max_strategies)
+    title = f"{plan.job.model.name} on {plan.cluster.num_gpus} × {plan.cluster.gpu.name}"
+    parts: list[Child] = [
+        svg.text(margin, 36, title, "title"),
+        svg.text(margin, 56, svg.clipped(words.describe_job(plan.job), int(inner / svg.GLYPH)), "muted"),
+    ]
+    y = 80.0
+    drawings = [
+        (
+            "Memory of one card at its peak",
+            charts.memory_chart(memory_bars(plan, shown), words.card_bytes(plan.cluster), inner),
+        )
+    ]
+    taken = plan.recommended
+    if taken is not None:
+        row = charts.StepRow(
+            label=words.full_name(taken.strategy), step=taken.step, interval=taken.step_interval_seconds
+        )
+        drawings.append(("One optimizer step", charts.step_chart([row], inner)))
+        lanes = charts.lanes_chart([row], inner)
+        if lanes is not None:
+            drawings.append(("The step on lanes", lanes))
+    for name, drawing in drawings:
+        parts += [svg.text(margin, y, name, "strong"), svg.moved(drawing, margin, y + 16)]
+        y += drawing.height + 48
+    label = f"{title}: {'nothing fits' if taken is None else words.full_name(taken.strategy) + ' is taken'}"
+    return svg.frame(svg.Drawing(width=width, height=y - 18, body=join(parts)), label, standalone=True)
+
+
+def memory_bars(plan: Plan, candidates: Sequence[Candidate]) -> list[charts.MemoryBar]:
+    """A bar for each candidate, the chosen one in bold."""
+    return [
+        charts.MemoryBar(
+            label=f"{words.full_name(c.strategy)}, {words.describe_settings(c.strategy)}",
+            note=f"{format_seconds(c.step.seconds)} a step, {words.format_rate(c.tokens_per_s)} tokens/s",
+            totals=words.memory_by_category(c),
+            interval=c.memory_interval_bytes,
+            fits=c.fits,
+            strong=c == plan.recommended,
+        )
+        for c in candidates
+    ]
