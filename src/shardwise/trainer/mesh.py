@@ -34,6 +34,8 @@ class RankMesh:
     rank: int
     data_rank: int
     """Which data this rank sees, from 0 to dp_replicate x dp_shard - 1."""
+    copies: int
+    """Ranks that see the same data, because they share a model: tp x pp."""
 
     @property
     def is_first(self) -> bool:
@@ -96,6 +98,7 @@ def build_mesh(strategy: Strategy, device: torch.device) -> RankMesh:
         control=control,
         rank=dist.get_rank(),
         data_rank=_flat_coordinate(data),
+        copies=strategy.num_ranks // strategy.data_parallel,
     )
 
 

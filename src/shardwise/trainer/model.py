@@ -49,6 +49,8 @@ class Skeleton:
     """Every buffer by plain name, on the CPU ([Note: buffers])."""
     aliases: tuple[tuple[str, ...], ...]
     """Plain names that share one parameter ([Note: ties])."""
+    adapted: Any
+    """The PeftModel around the model if it has adapters, otherwise the model: what is exported."""
 
 
 def load_config(run: RunFile) -> Any:
@@ -83,12 +85,13 @@ def build_skeleton(config: Any, strategy: Strategy, lora: LoraSettings, attentio
     template, model = _make(config, attention), _make(config, attention)
     if strategy.tuning == "qlora":
         raise ConfigError("tuning: qlora is not available in this version's engine. Use lora, or full.")
-    if strategy.tuning == "lora":
-        adapters.apply(model, lora)
+    adapted = adapters.apply(model, lora) if strategy.tuning == "lora" else model
     precision.apply(model, strategy)
     model.train()
     buffers = {clean_name(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
-    return Skeleton(model=model, template=template, buffers=buffers, aliases=_aliases(model))
+    return Skeleton(
+        model=model, template=template, buffers=buffers, aliases=_aliases(model), adapted=adapted
+    )  # fmt: skip
 
 
 def _make(config: Any, attention: str) -> Any:

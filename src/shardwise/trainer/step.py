@@ -13,7 +13,7 @@ reduce with it; its labels are all -100, so its loss and gradients are zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,15 +53,25 @@ class Stepper:
     """0 turns clipping off; the norm is computed all the same."""
     attention: str = "sdpa"
 
-    def run(self, batches: Sequence[Batch] | Iterable[Batch], num_batches: int, num_tokens: int) -> StepOutcome:
+    def run(
+        self,
+        batches: Iterable[Batch],
+        num_batches: int,
+        num_tokens: int,
+        *,
+        after_backward: Callable[[], None] | None = None,
+    ) -> StepOutcome:
         """One optimizer step.
 
         Args:
             batches: This rank's micro-batches, on the device.
             num_batches: How many they are; equal on every rank.
             num_tokens: Supervised tokens of the step over all ranks.
+            after_backward: Called while the step's gradients exist.
         """
         loss = self.backward(batches, num_batches, num_tokens)
+        if after_backward is not None:
+            after_backward()
         norm = self.clip()
         skipped = self._update(norm)
         return StepOutcome(loss=loss, grad_norm=norm, skipped=skipped)

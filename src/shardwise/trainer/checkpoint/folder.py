@@ -259,20 +259,17 @@ def newest_good(run_folder: str | Path, ranks: Ranks | None = None) -> Found:
         lambda: tuple(str(path) for suffix in (".partial", ".old") for _, path in list_checkpoints(run_folder, suffix))
     )
     damaged: list[str] = []
-    for step, path in candidates:
+    for path in candidates:
         try:
             manifest = verify_folder(path, ranks)
         except CheckpointError as error:
             damaged += error.problems if path.suffix == "" else ()
             continue
-        if manifest.step != step:
-            damaged.append(f"{path} holds step {manifest.step}. It was renamed; rename it back.")
-            continue
         return Found(path=path, manifest=manifest, damaged=tuple(damaged), unfinished=unfinished)
     return Found(path=None, manifest=None, damaged=tuple(damaged), unfinished=unfinished)
 
 
-def _candidates(run_folder: Path) -> list[tuple[int, Path]]:
+def _candidates(run_folder: Path) -> list[Path]:
     """Every folder that may be good, best first.
 
     A checkpoint that replaces one of the same step is, for an instant, complete but not yet renamed while the other
@@ -285,4 +282,4 @@ def _candidates(run_folder: Path) -> list[tuple[int, Path]]:
         for step, path in list_checkpoints(run_folder, suffix)
         if suffix is None or (path / MANIFEST).is_file()
     ]
-    return [(-step, path) for step, _, path in sorted(ranked)]
+    return [path for _, _, path in sorted(ranked)]

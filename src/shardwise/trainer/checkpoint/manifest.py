@@ -242,8 +242,8 @@ def _decode_chunk(name: str, chunk: Any, whole: tuple[int, ...], files: Mapping[
         raise HeaderError(f"tensor {name} has a chunk with unsound offsets or shape")
     if any(start + extent > size for start, extent, size in zip(offsets, shape, whole, strict=True)):
         raise HeaderError(f"tensor {name} has a chunk that reaches beyond its shape")
-    if not isinstance(key, str) or not isinstance(file, str) or file not in files:
-        raise HeaderError(f"tensor {name} has a chunk in a file that is not listed")
+    if not isinstance(key, str) or not _is_listed(file, ".safetensors", files):
+        raise HeaderError(f"tensor {name} has a chunk in a file that is not listed or cannot hold it")
     return StoredChunk(offsets=tuple(offsets), shape=tuple(shape), file=file, key=key)
 
 
@@ -263,15 +263,23 @@ def _overlap(one: StoredChunk, two: StoredChunk) -> bool:
     )
 
 
+def _is_listed(file: Any, suffix: str, files: Mapping[str, FileRecord]) -> bool:
+    return isinstance(file, str) and file.endswith(suffix) and file in files
+
+
 def _decode_value(name: str, entry: Any, files: Mapping[str, FileRecord]) -> ValueEntry:
     table = _fields(entry, f"value {name}", {"file", "tensors"})
     file, tensors = table["file"], table["tensors"]
-    if not isinstance(file, str) or file not in files or not isinstance(tensors, list):
-        raise HeaderError(f"value {name} lies in a file that is not listed")
+    if not _is_listed(file, ".json", files) or not isinstance(tensors, list):
+        raise HeaderError(f"value {name} lies in a file that is not listed or cannot hold it")
     places: list[tuple[str, str]] = []
     for place in cast(list[Any], tensors):
-        if not isinstance(place, list) or len(cast(list[Any], place)) != 2 or place[0] not in files:
-            raise HeaderError(f"value {name} has a tensor in a file that is not listed")
+        if (
+            not isinstance(place, list)
+            or len(cast(list[Any], place)) != 2
+            or not _is_listed(place[0], ".safetensors", files)
+        ):
+            raise HeaderError(f"value {name} has a tensor in a file that is not listed or cannot hold it")
         places.append((place[0], str(place[1])))
     return ValueEntry(file=file, tensors=tuple(places))
 

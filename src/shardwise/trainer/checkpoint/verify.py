@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from shardwise.trainer.checkpoint.tensorfile import (
 from shardwise.trainer.checkpoint.values import decode_value
 
 _WAY_OUT: Final = "Resume from another checkpoint, or copy this one again from where it came from."
+_STEP: Final = re.compile(r"checkpoint-(\d{1,18})(\.|$)")
 _HASH_THREADS: Final = 4
 """Hashing lets go of the interpreter; more threads than this and the disk is the limit."""
 
@@ -52,10 +54,16 @@ def _listed(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. `newest_good` finds the checkpoints of a run.")
     manifest = read_manifest(folder)
+    named = _STEP.match(folder.name)
+    if named and int(named[1]) != manifest.step:
+        raise CheckpointError(
+            f"{folder / MANIFEST} is of step {manifest.step}, its folder of step {named[1]}: one of them was renamed or "
+            f"copied. {_WAY_OUT}"
+        )
     found = {path.name for path in folder.iterdir()}
     problems = [f"{folder / name} is missing. {_WAY_OUT}" for name in sorted(set(manifest.files) - found)]
     problems += [
-        f"{folder / name} does not belong to the checkpoint: its manifest does not list it. Remove it first."
+        f"{folder / name} does not belong to the checkpoint: its {MANIFEST} does not list it. Remove it first."
         for name in sorted(found - set(manifest.files) - {MANIFEST})
     ]
     if problems:
@@ -85,9 +93,9 @@ def _check_file(path: Path, record: FileRecord) -> str | None:
         if path.is_symlink() or not path.is_file():
             return f"{path} is not a plain file. {_WAY_OUT}"
         if (size := path.stat().st_size) != record.num_bytes:
-            return f"{path} is damaged: {size} bytes long, the manifest says {record.num_bytes}. {_WAY_OUT}"
+            return f"{path} is damaged: {size} bytes long, {MANIFEST} says {record.num_bytes}. {_WAY_OUT}"
         if (digest := hash_file(path)) != record.sha256:
-            return f"{path} is damaged: SHA-256 {digest[:16]}..., the manifest says {record.sha256[:16]}.... {_WAY_OUT}"
+            return f"{path} is damaged: SHA-256 {digest[:16]}..., {MANIFEST} says {record.sha256[:16]}.... {_WAY_OUT}"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}. {_WAY_OUT}"
     return None
@@ -117,12 +125,10 @@ def _check_header(path: Path, expected: dict[str, StoredTensor | None]) -> str |
     except (HeaderError, OSError) as error:
         return str(error)
     if odd := sorted(set(stored) ^ set(expected)):
-        return f"the manifest and the file disagree about {odd[0]!r}"
+        return f"it and {MANIFEST} disagree about {odd[0]!r}"
     for key, tensor in expected.items():
         if tensor is not None and stored[key] != tensor:
-            return (
-                f"{key!r} is {stored[key].dtype} {stored[key].shape}, the manifest says {tensor.dtype} {tensor.shape}"
-            )
+            return f"{key!r} is {stored[key].dtype} {stored[key].shape}, {MANIFEST} says {tensor.dtype} {tensor.shape}"
     return None
 
 
