@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from shardwise.errors import UnknownNameError, UsageError
+from shardwise.errors import UnknownNameError, UsageError, nearest_names
 from shardwise.facts.config import model_from_config
 from shardwise.vocabulary.cluster import Cluster, FactSource, Gpu, Link, LinkKind
 from shardwise.vocabulary.codec import from_data, read_yaml
@@ -197,6 +197,24 @@ def model(name: str) -> ModelShape:
     return model_from_config(dict(_model(stem).config), stem)
 
 
+def card_file(name: str) -> CardFile:
+    """A card's whole entry: its machine, and the source of every value.
+
+    Raises:
+        UnknownNameError: With the nearest names.
+    """
+    return _card(canonical("gpus", name))
+
+
+def link_file(name: str) -> LinkFile:
+    """A link's whole entry, with the source of every value.
+
+    Raises:
+        UnknownNameError: With the nearest names.
+    """
+    return _link(canonical("links", name))
+
+
 def model_file(name: str) -> ModelFile:
     """A model's whole entry: config, source, the count that was written down.
 
@@ -207,12 +225,23 @@ def model_file(name: str) -> ModelFile:
 
 
 def hub_id(name: str) -> str:
-    """The hub repository that holds the weights of a catalogue model; `name` itself if it is a repository's id.
+    """The hub repository that holds the weights of a catalogue model.
+
+    Args:
+        name: A catalogue name gives the base model's repository; the last part of a listed id (`Qwen2.5-7B-Instruct`)
+            gives that very repository; an id is returned as it is.
 
     Raises:
         UnknownNameError: With the nearest names.
     """
-    return name if "/" in name else _model(canonical("models", name)).hub_id
+    if "/" in name:
+        return name
+    stem, wanted = canonical("models", name), _folded(name)
+    if wanted != _folded(stem):
+        for alias in aliases("models"):
+            if "/" in alias and _folded(alias.rsplit("/", 1)[1]) == wanted:
+                return alias
+    return _model(stem).hub_id
 
 
 def names(kind: Kind) -> tuple[str, ...]:
@@ -222,7 +251,7 @@ def names(kind: Kind) -> tuple[str, ...]:
 
 def known_names(kind: Kind) -> tuple[str, ...]:
     """Catalogue names and aliases."""
-    return (*names(kind), *_aliases(kind))
+    return (*names(kind), *aliases(kind))
 
 
 def canonical(kind: Kind, name: str, way_out: str = "") -> str:
@@ -233,8 +262,10 @@ def canonical(kind: Kind, name: str, way_out: str = "") -> str:
     """
     stem = _index(kind).get(_folded(name))
     if stem is None:
-        listed = way_out or f"Known are: {', '.join(names(kind))}."
-        raise UnknownNameError(_SINGULAR[kind], name, known_names(kind), listed)
+        known = known_names(kind)
+        if not way_out and not nearest_names(name, known):
+            way_out = f"Known are: {', '.join(names(kind))}."
+        raise UnknownNameError(_SINGULAR[kind], name, known, way_out)
     return stem
 
 
@@ -301,7 +332,7 @@ def _read(kind: type[T], folder: Kind, stem: str) -> T:
 
 
 @functools.cache
-def _aliases(kind: Kind) -> Mapping[str, str]:
+def aliases(kind: Kind) -> Mapping[str, str]:
     """Catalogue name by alias, as written."""
     listed: dict[str, list[str | int]] = read_yaml(_HERE / kind / "aliases.yaml") or {}
     return {str(alias): stem for stem, aliases in listed.items() for alias in aliases}
@@ -310,9 +341,9 @@ def _aliases(kind: Kind) -> Mapping[str, str]:
 @functools.cache
 def _index(kind: Kind) -> Mapping[str, str]:
     """Catalogue name by folded name or alias."""
-    index = {_folded(alias): stem for alias, stem in _aliases(kind).items()}
+    index = {_folded(alias): stem for alias, stem in aliases(kind).items()}
     # The last part of a hub id is a name as well: Qwen2.5-7B-Instruct.
-    index |= {_folded(alias.rsplit("/", 1)[1]): stem for alias, stem in _aliases(kind).items() if "/" in alias}
+    index |= {_folded(alias.rsplit("/", 1)[1]): stem for alias, stem in aliases(kind).items() if "/" in alias}
     return index | {_folded(stem): stem for stem in names(kind)}
 
 

@@ -184,8 +184,8 @@ def _from_hub(hub_id: str, revision: str) -> FoundModel:
                 f"{hub_id} (revision {revision}) is not in the cache {hub_cache()}, and {variable} is set; "
                 "download it first, name a folder, or unset the variable"
             )
-    url = f"{os.environ.get('HF_ENDPOINT') or 'https://huggingface.co'}".rstrip("/")
-    url += f"/{hub_id}/resolve/{revision}/config.json"
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    url = f"{endpoint}/{hub_id}/resolve/{revision}/config.json"
     text = _download(url, hub_id)
     return FoundModel(shape=model_from_config(_parse(text, url), hub_id), origin="download", source=url, weights=hub_id)
 
@@ -202,12 +202,14 @@ def _download(url: str, hub_id: str) -> str:
 
     if not url.startswith(("https://", "http://")):
         raise UsageError(f"HF_ENDPOINT must begin with https:// or http://, not {url[:60]!r}")
-    request = urllib.request.Request(url, headers={"User-Agent": "shardwise"})
     token = os.environ.get("HF_TOKEN", "").strip()
-    if token:
-        # Not repeated after a redirect: the token belongs to the hub, not to where it sends us.
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    if re.fullmatch(r"[!-~]*", token) is None:  # an error further down would print it
+        raise UsageError("HF_TOKEN holds blanks or characters that no token has; set it to the bare token or unset it")
     try:
+        request = urllib.request.Request(url, headers={"User-Agent": "shardwise"})
+        if token:
+            # Not repeated after a redirect: the token belongs to the hub, not to where it sends us.
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
             raw = _read_all(response, url)
         return raw.decode("utf-8")
