@@ -1,0 +1,95 @@
+"""Joins a plan's candidate and a run's measurements into a Ledger, term by term."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.vocabulary.ledger import Ledger, LedgerRow
+from shardwise.vocabulary.measured import CountedCollective, Measured
+from shardwise.vocabulary.memory import Category
+from shardwise.vocabulary.plan import Candidate
+from shardwise.vocabulary.timeline import Collective
+
+_STATES = (Category.PARAMETER, Category.OPTIMIZER)
+"""Categories that are the same at every instant of a running step; gradients are compared at the peak."""
+
+
+def make_ledger(candidate: Candidate, measured: Measured) -> Ledger:
+    """One row for each quantity that was predicted or measured."""
+    rows = (*_memory(candidate, measured), *_time(candidate, measured), *_wire(candidate, measured))
+    return Ledger(strategy_name=candidate.strategy.name, rows=rows, versions=dict(measured.versions))
+
+
+def _memory(candidate: Candidate, measured: Measured) -> Iterator[LedgerRow]:
+    predicted, seen = candidate.memory.by_category(), measured.peak_by_category or {}
+    stored = measured.stored_by_category or {}
+    for category in Category:
+        found = stored.get(category) if category in _STATES else seen.get(category)
+        if found is None:
+            found = seen.get(category)
+        if predicted[category] or found:
+            note = "counted tensor by tensor" if category in _STATES and category in stored else "at the peak"
+            yield _bytes(category.value, predicted[category], found, note)
+    memory = candidate.memory
+    yield _bytes("allocated", memory.allocated_bytes, measured.allocated_bytes, measured.memory_note)
+    yield _bytes("reserved", memory.reserved_bytes, measured.reserved_bytes, "what torch's allocator holds")
+    yield _bytes("device", memory.device_bytes, measured.device_bytes, "what the driver counts")
+
+
+def _bytes(name: str, predicted: int, measured: int | None, note: str) -> LedgerRow:
+    return LedgerRow(kind="memory", name=name, unit="bytes", predicted=predicted, measured=measured, note=note)
+
+
+def _time(candidate: Candidate, measured: Measured) -> Iterator[LedgerRow]:
+    step, seen = candidate.step, measured.step
+    parts = (
+        ("step", step.seconds, seen.seconds if seen else None, "median after warm-up"),
+        ("compute", step.compute_seconds, seen.compute_seconds if seen else None, "of one profiled step"),
+        (
+            "exposed wire",
+            step.exposed_wire_seconds,
+            seen.exposed_wire_seconds if seen else None,
+            "of one profiled step",
+        ),
+        ("all wire", step.wire_seconds, seen.wire_seconds if seen else None, "hidden messages included"),
+        ("host", step.host_seconds, seen.host_seconds if seen else None, "the card waiting for its host"),
+    )
+    for name, predicted, found, note in parts:
+        yield LedgerRow(kind="time", name=name, unit="seconds", predicted=predicted, measured=found, note=note)
+    yield LedgerRow(
+        kind="time",
+        name="throughput",
+        unit="tokens/s",
+        predicted=candidate.tokens_per_s,
+        measured=measured.tokens_per_s,
+        note="over all ranks, padding included",
+    )
+
+
+def _wire(candidate: Candidate, measured: Measured) -> Iterator[LedgerRow]:
+    """Messages of each op in one step: how many, and how many bytes."""
+    for op in ("all_gather", "reduce_scatter", "all_reduce", "send"):
+        predicted = [message for message in candidate.collectives if message.op == op]
+        found = [message for message in measured.collectives if message.op == op]
+        if predicted or found:
+            counted = bool(measured.collectives) or not predicted
+            yield LedgerRow(
+                kind="count",
+                name=f"{op} messages",
+                unit="messages",
+                predicted=sum(message.count for message in predicted),
+                measured=sum(message.count for message in found) if counted else None,
+                note="one optimizer step",
+            )
+            yield LedgerRow(
+                kind="wire",
+                name=f"{op} bytes",
+                unit="bytes",
+                predicted=_total(predicted),
+                measured=_total(found) if counted else None,
+                note="sum of message sizes as nccl-tests defines them",
+            )
+
+
+def _total(messages: list[Collective] | list[CountedCollective]) -> int:
+    return sum(message.bytes * message.count for message in messages)
