@@ -8,6 +8,7 @@ import pytest
 
 from shardwise.errors import UnknownNameError
 from shardwise.facts import catalog
+from shardwise.facts.entries import Origin
 from shardwise.vocabulary.units import GIB, parse_bytes
 
 CARDS = catalog.names("gpus")
@@ -90,7 +91,7 @@ def test_pcie_lanes_add_up(generation: int) -> None:
         )
 
 
-def origins() -> Iterator[tuple[str, catalog.Origin]]:
+def origins() -> Iterator[tuple[str, Origin]]:
     for name in CARDS:
         yield from ((f"gpus/{name}", origin) for origin in catalog.card_file(name).sources.values())
     for name in LINKS:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.facts import catalog
+from shardwise.facts.entries import CardFile, LinkFile, ModelFile
 from shardwise.vocabulary.codec import from_data, parse_yaml
 
 DOC = Path(__file__).parents[3] / "docs" / "facts.md"
@@ -21,9 +22,9 @@ def test_the_session_runs() -> None:
 @pytest.mark.parametrize(
     ("label", "kind", "shown"),
     [
-        ("card", catalog.CardFile, catalog.card_file("rtx-4080")),
-        ("link", catalog.LinkFile, catalog.link_file("25gbe")),
-        ("model", catalog.ModelFile, catalog.model_file("qwen2.5-7b")),
+        ("card", CardFile, catalog.card_file("rtx-4080")),
+        ("link", LinkFile, catalog.link_file("25gbe")),
+        ("model", ModelFile, catalog.model_file("qwen2.5-7b")),
     ],
 )
 def test_an_example_is_an_entry_of_the_catalogue(label: str, kind: type, shown: object) -> None:
