@@ -33,6 +33,7 @@ class MemoryBar:
     """Of the sum."""
     fits: bool = True
     strong: bool = False
+    chosen: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +66,11 @@ class _Segment:
 
 
 def memory_chart(bars: Sequence[MemoryBar], limit: int | None, width: float) -> svg.Drawing:
-    """Stacked bars by category on one scale, with the card's limit as a line.
+    """Stacked bars by category on one scale, with what is usable of a card as a line.
 
     Args:
         bars: Top to bottom.
-        limit: Bytes that a program may use of one card; None if nobody knows.
+        limit: Bytes of one card that a plan may use; None if nobody knows.
         width: Pixels.
     """
     ends = [max(sum(bar.totals.values()), bar.interval[1] if bar.interval else 0) for bar in bars]
@@ -90,7 +91,7 @@ def memory_chart(bars: Sequence[MemoryBar], limit: int | None, width: float) -> 
             parts.append(svg.line(limit * scale, y + BAR_TOP - 4, limit * scale, y + BAR_TOP + BAR + 4, "limit"))
     if limit:
         x = limit * scale
-        parts.append(svg.text(x, 10, f"card {format_gb(limit)}", "small bad", anchor="end" if x > 80 else "start"))
+        parts.append(svg.text(x, 10, f"usable {format_gb(limit)}", "small bad", anchor="end" if x > 80 else "start"))
     used = [category for category in Category if any(bar.totals.get(category) for bar in bars)]
     items = [(theme.CATEGORY_CLASSES[category], category.value) for category in used]
     legend = svg.legend(items, top + len(bars) * ROW, width)
@@ -104,13 +105,13 @@ def _memory_label(bar: MemoryBar, y: float, width: float) -> Markup:
         value += ", does not fit"
     note = bar.note if width >= NARROW else ""
     room = int((width - 12) / svg.GLYPH) - len(note) - len(value) - 2
-    label = svg.clipped(bar.label, max(10, room))
+    label = svg.clipped(f"▸ {bar.label}" if bar.chosen else bar.label, max(10, room))
     return join(
         [
             element(
                 "text",
                 {"x": 0, "y": y + 12},
-                element("tspan", {"class": "strong" if bar.strong else None}, label),
+                element("tspan", {"class": "strong" if bar.chosen or bar.strong else None}, label),
                 element("tspan", {"class": "muted" if bar.fits else "bad"}, f"  {value}"),
             ),
             svg.text(width, y + 12, note, "muted", anchor="end") if note else None,
@@ -145,7 +146,7 @@ def _whisker(interval: tuple[float, float], y: float, scale: float) -> Markup | 
 PARTS = (("c-backward", "compute"), ("c-optimizer", "optimizer"), ("c-wait", "waiting for the wire"),
          ("c-temporary", "pipeline bubble"), ("c-other", "waiting for the host"))  # fmt: skip
 LANES = (("c-forward", "forward"), ("c-backward", "backward"), ("c-optimizer", "optimizer"), ("c-wire", "messages"),
-         ("c-other", "other"))  # fmt: skip
+         ("c-wait", "waiting"), ("c-temporary", "loss"), ("c-other", "other"))  # fmt: skip
 
 
 def step_parts(step: StepTimeline) -> tuple[float, ...]:
@@ -223,6 +224,7 @@ def lanes_chart(rows: Sequence[StepRow], width: float) -> svg.Drawing | None:
         y += 8
     axis = _time_axis(longest, y, left, width)
     used = {span_class(span) for row in drawn for span in row.step.spans}
+    used |= {"c-wait"} if any(_waits(_compute_lane(row.step), longest / width) for row in drawn) else set()
     legend = svg.legend([item for item in LANES if item[0] in used], y + axis.height + 4, width)
     return svg.Drawing(width=width, height=legend.height, body=join([*parts, axis.body, legend.body]))
 
@@ -232,6 +234,9 @@ def _lane(spans: Sequence[Span], place: tuple[float, float, float, float]) -> Ma
     left, y, width, longest = place
     scale = width / longest
     parts: list[Child] = [svg.rect((left, y, width, BAR), "track", rx=2)]
+    for start, end in _waits(spans, 1 / scale):
+        tip = f"waiting: {format_seconds(end - start)}"
+        parts.append(svg.rect((left + start * scale, y, (end - start) * scale, BAR), "c-wait faint", tip=tip))
     for span in coalesced(spans, 1 / scale):
         tip = f"{span.name}: {format_seconds(span.seconds)} from {format_seconds(span.start_seconds)}"
         length = span.seconds * scale
@@ -249,7 +254,7 @@ def span_class(span: Span) -> str:
     for name in ("forward", "backward"):
         if span.name.startswith(name):
             return f"c-{name}"
-    return "c-other"
+    return "c-temporary" if span.name == "loss" else "c-other"
 
 
 def coalesced(spans: Sequence[Span], resolution_seconds: float) -> list[Span]:
@@ -270,6 +275,21 @@ def coalesced(spans: Sequence[Span], resolution_seconds: float) -> list[Span]:
                 continue
         result.append((span, 1))
     return [span for span, _count in result]
+
+
+def _compute_lane(step: StepTimeline) -> list[Span]:
+    return [span for span in step.spans if span.lane == COMPUTE_LANE]
+
+
+def _waits(spans: Sequence[Span], shortest: float) -> list[tuple[float, float]]:
+    """When the compute lane stands still; nothing for the other lanes, which may be idle at no cost."""
+    waits: list[tuple[float, float]] = []
+    now = 0.0
+    for span in sorted(spans, key=lambda item: item.start_seconds):
+        if span.lane == COMPUTE_LANE and span.start_seconds - now > shortest:
+            waits.append((now, span.start_seconds))
+        now = max(now, span.end_seconds)
+    return waits
 
 
 def _lanes(spans: Sequence[Span]) -> list[str]:

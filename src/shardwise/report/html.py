@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from shardwise.planner.uncertainty import usable_bytes
 from shardwise.report import charts, svg, theme, words
 from shardwise.report.folder import RunFolder
 from shardwise.report.markup import Child, Markup, document, element, join, stylesheet
@@ -14,7 +15,7 @@ from shardwise.vocabulary.plan import Candidate, Plan, Refusal
 from shardwise.vocabulary.timeline import StepTimeline
 from shardwise.vocabulary.units import GB, format_gb, format_seconds
 
-WIDE, SLIM = 880, 340
+WIDE, SLIM = 992, 340
 """Charts are drawn twice, for desks and for phones; the style sheet shows one."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 """Even a mistake of ours could not run a script."""
@@ -74,8 +75,14 @@ def _header(run: RunFolder, title: str) -> Markup:
         None if plan is None else element("p", {"class": "muted"}, words.describe_job(plan.job)),
         chosen,
         None if plan is None else element("p", {"class": "lead"}, plan.reason),
+        *(element("p", {"class": "muted"}, text) for text in _costs(run)),
         element("dl", {"class": "tiles"}, *_tiles(run)),
     )  # fmt: skip
+
+
+def _costs(run: RunFolder) -> list[str]:
+    taken = _taken(run)
+    return [] if run.plan is None or taken is None else words.cost_sentences(taken, run.plan.job, run.plan.cluster)
 
 
 def _tiles(run: RunFolder) -> list[Markup]:
@@ -146,7 +153,7 @@ def _memory(run: RunFolder) -> Markup | None:
         bars.append(charts.MemoryBar(label="measured", totals=measured, strong=True))
     if not bars:
         return None
-    limit = None if run.plan is None else words.card_bytes(run.plan.cluster)
+    limit = None if run.plan is None else usable_bytes(run.plan.cluster)
     peak = "" if taken is None else f" The predicted peak is {words.INSTANTS[taken.memory.peak_instant]}."
     return _section(
         "Memory of one card",
@@ -299,20 +306,21 @@ def _strategies(run: RunFolder) -> Markup | None:
         return None
     shown = plan.candidates[:MAX_CANDIDATES]
     hidden = len(plan.candidates) - len(shown)
+    refusals = words.other_refusals(plan, shown)
     return _section(
         "Ways to split it",
-        f"GB at the peak on each card, of {words.card_bytes(plan.cluster) / GB:.1f}; the bytes one rank sends, and the "
+        f"GB at the peak on each card, {usable_bytes(plan.cluster) / GB:.1f} usable; the bytes one rank sends, and the "
         "time, of one optimizer step. Ranges: 5th to 95th percentile.",
         _candidates_table(plan, shown) if shown else None,
         element("p", {"class": "muted"}, f"{hidden} more candidates are in plan.yaml.") if hidden else None,
-        _details(f"Refused ({len(plan.refusals)})", [_refusal(refusal) for refusal in plan.refusals[:MAX_REFUSALS]]),
+        _details(f"Refused ({len(refusals)})", [_refusal(refusal) for refusal in refusals[:MAX_REFUSALS]]),
         _details("Worth knowing", [_advice_item(a.message, a.price, a.command) for a in plan.advice], opened=True),
         _details("Rules that spoke", [element("li", None, rule) for rule in plan.rules], opened=True),
     )
 
 
 def _candidates_table(plan: Plan, shown: Sequence[Candidate]) -> Markup:
-    card = words.card_bytes(plan.cluster)
+    card = usable_bytes(plan.cluster)
     categories = [words.CATEGORY_HEADS[category] for category in Category]
     heads = ["strategy", "batch", "ckpt", *categories, "device", "range", "wire", "step", "tokens/s", "verdict"]
     left = (0, len(heads) - 1)

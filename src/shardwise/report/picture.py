@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardwise.planner.uncertainty import usable_bytes
 from shardwise.report import charts, svg, words
 from shardwise.report.markup import Child, Markup, join
 from shardwise.vocabulary.plan import Candidate, Plan
@@ -23,7 +24,7 @@ def plan_picture(plan: Plan, width: float = 880, *, max_strategies: int = 6) -> 
     drawings = [
         (
             "Memory of one card at its peak",
-            charts.memory_chart(memory_bars(plan, shown), words.card_bytes(plan.cluster), inner),
+            charts.memory_chart(memory_bars(plan, shown), usable_bytes(plan.cluster), inner),
         )
     ]
     taken = plan.recommended
@@ -51,7 +52,7 @@ def memory_bars(plan: Plan, candidates: Sequence[Candidate]) -> list[charts.Memo
             totals=words.memory_by_category(c),
             interval=c.memory_interval_bytes,
             fits=c.fits,
-            strong=c == plan.recommended,
+            chosen=c == plan.recommended,
         )
         for c in candidates
     ]

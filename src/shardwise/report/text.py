@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from shardwise.planner.uncertainty import usable_bytes
 from shardwise.report import words
 from shardwise.report.style import CATEGORY_COLORS, Style
 from shardwise.report.table import Column, render_table
 from shardwise.vocabulary.ledger import Kind, Ledger, LedgerRow
 from shardwise.vocabulary.memory import Category
-from shardwise.vocabulary.plan import Candidate, Plan
+from shardwise.vocabulary.plan import Candidate, Plan, Refusal
 from shardwise.vocabulary.strategy import Strategy
 from shardwise.vocabulary.units import GB, format_gb, format_seconds
 
@@ -37,7 +38,7 @@ def plan_page(plan: Plan, style: Style, *, every_candidate: bool = False) -> str
         blocks.append(_strategies(plan, shown, style))
     blocks += [
         _memory_bars(plan, style),
-        _refusals(plan, style, None if every_candidate else MAX_REFUSALS),
+        _refusals(words.other_refusals(plan, shown), style, None if every_candidate else MAX_REFUSALS),
         _advice(plan, style),
         _headline(plan, style),
         _small_print(plan, len(shown), style),
@@ -107,7 +108,7 @@ def _answer(plan: Plan, style: Style) -> list[str]:
     name = style.plain(f"{words.full_name(taken.strategy)}: {words.describe_settings(taken.strategy)}")
     lines = [style.paint(f"{mark} {name}", "bold", "green")]
     lines += _wrap(words.describe_batch(taken.strategy, plan.job.sequence_length), style, indent=2)
-    for text in words.sentence_about(taken, plan):
+    for text in (*words.sentence_about(taken, plan), *words.cost_sentences(taken, plan.job, plan.cluster)):
         lines += _wrap(text, style, indent=2)
     lines += ["", *_wrap(f"Why: {plan.reason}", style, indent=2)]
     for rule in plan.rules:
@@ -121,7 +122,7 @@ class _Row:
 
     candidate: Candidate
     taken: bool
-    card_bytes: int
+    usable: int
 
     @property
     def strategy(self) -> Strategy:
@@ -133,7 +134,7 @@ class _Row:
 
     @property
     def verdict(self) -> str:
-        return words.verdict(self.candidate, self.card_bytes)
+        return words.verdict(self.candidate, self.usable)
 
     @property
     def verdict_colors(self) -> tuple[str, ...]:
@@ -143,15 +144,11 @@ class _Row:
 
 
 def _strategies(plan: Plan, candidates: Sequence[Candidate], style: Style) -> list[str]:
-    card = words.card_bytes(plan.cluster)
-    rows = [
-        _Row(candidate=c, taken=c is plan.recommended or c == plan.recommended, card_bytes=card) for c in candidates
-    ]
+    usable = usable_bytes(plan.cluster)
+    rows = [_Row(candidate=c, taken=c is plan.recommended or c == plan.recommended, usable=usable) for c in candidates]
     if style.width < NARROW:
         return [line for row in rows for line in _told(row, style)]
-    title = (
-        f"Memory at the peak in GB on each card, which has {card / GB:.1f}; bytes one rank sends and time for one step"
-    )
+    title = f"Memory in GB at the peak on each card, {usable / GB:.1f} usable; bytes that one rank sends, and time, in one step"
     return [*_wrap(title, style), *render_table(_strategy_columns(), rows, style)]
 
 
@@ -194,8 +191,8 @@ def _memory_bars(plan: Plan, style: Style) -> list[str]:
     if taken is None or style.width < NARROW:
         return []
     totals = words.memory_by_category(taken)
-    card = words.card_bytes(plan.cluster)
-    scale = max(card, taken.memory.device_bytes)
+    usable = usable_bytes(plan.cluster)
+    scale = max(usable, taken.memory.device_bytes)
     cells = min(style.width - 2, 100)
     legend: list[tuple[str, str]] = []
     bar, drawn, running = "", 0, 0
@@ -207,7 +204,7 @@ def _memory_bars(plan: Plan, style: Style) -> list[str]:
         bar += style.paint(glyph * length, CATEGORY_COLORS[category])
         if size:
             legend.append((f"{category.value} {size / GB:.1f}", CATEGORY_COLORS[category]))
-    free = card - taken.memory.device_bytes
+    free = usable - taken.memory.device_bytes
     bar += style.paint(("·" if style.unicode else ".") * (cells - drawn), "dim")
     legend.append((f"free {max(free, 0) / GB:.1f} GB", "dim"))
     return [f"  {bar}", *_flow(legend, style)]
@@ -226,14 +223,14 @@ def _flow(parts: Sequence[tuple[str, str]], style: Style) -> list[str]:
     return [*lines, f"  {line}"]
 
 
-def _refusals(plan: Plan, style: Style, limit: int | None) -> list[str]:
-    if not plan.refusals:
+def _refusals(refusals: Sequence[Refusal], style: Style, limit: int | None) -> list[str]:
+    if not refusals:
         return []
     lines = [style.paint("Refused", "bold")]
-    for refusal in plan.refusals[:limit]:
+    for refusal in refusals[:limit]:
         name = full_or_job(refusal.strategy)
         lines += _wrap(f"{name}: {refusal.message} [{refusal.rule}]", style, indent=4, first=2)
-    hidden = len(plan.refusals) - len(plan.refusals[:limit])
+    hidden = len(refusals) - len(refusals[:limit])
     if hidden:
         lines.append(f"  and {hidden} more; see them with --all")
     return lines
@@ -290,9 +287,3 @@ def _wrap(text: str, style: Style, *, indent: int = 0, first: int | None = None)
         subsequent_indent=" " * indent,
         break_on_hyphens=False,
     )
-
-
-def bullet_lines(title: str, lines: Iterable[str], style: Style) -> str:
-    """A bold title and indented lines, for pages made elsewhere (such as `--explain`)."""
-    body = [wrapped for line in lines for wrapped in (_wrap(line, style, indent=4, first=2) or [""])]
-    return "\n".join([style.paint(style.plain(title), "bold"), *body]) + "\n"

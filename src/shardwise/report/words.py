@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from shardwise.planner.uncertainty import usable_bytes
 from shardwise.vocabulary.cluster import Cluster, Link
 from shardwise.vocabulary.job import Job
 from shardwise.vocabulary.ledger import LedgerRow
 from shardwise.vocabulary.memory import Category, Instant
-from shardwise.vocabulary.plan import Candidate, Headline, Plan
+from shardwise.vocabulary.plan import Candidate, Headline, Plan, Refusal
 from shardwise.vocabulary.strategy import Strategy
 from shardwise.vocabulary.units import (
     GB,
     GIB,
+    HOUR,
     KB,
     MB,
     MICROSECOND,
@@ -146,11 +148,6 @@ def describe_cluster(cluster: Cluster) -> str:
     return text
 
 
-def card_bytes(cluster: Cluster) -> int:
-    """What a program may use of one card: CUDA's total where it is known, else the driver's."""
-    return cluster.gpu.cuda_memory_bytes or cluster.gpu.memory_bytes
-
-
 def describe_link(link: Link) -> str:
     """`pcie5-x8 at 31.5 GB/s one way (datasheet)`."""
     return f"{link.name} at {format_bandwidth(link.bandwidth_bytes_per_s)} one way ({link.source})"
@@ -206,22 +203,33 @@ def wire_bytes(candidate: Candidate) -> int:
     return sum(collective.wire_bytes for collective in candidate.collectives)
 
 
-def verdict(candidate: Candidate, card_bytes: int) -> str:
-    """`fits`, `tight: 12 % chance of running out`, or `needs 7.2 GB more`."""
-    chance = format_percent(candidate.probability_of_oom)
+def chance(probability: float) -> str:
+    """`12 %`; never a bare 0 % or 100 %, because no prediction is that sure."""
+    if probability < 0.005:
+        return "under 1 %"
+    return "over 99 %" if probability > 0.995 else format_percent(probability)
+
+
+def verdict(candidate: Candidate, usable: int) -> str:
+    """`fits`, `tight: 12 % chance to run out`, or `needs 7.2 GB more`.
+
+    Args:
+        candidate: What is judged.
+        usable: Bytes of one card that a plan may use (`planner.uncertainty.usable_bytes`).
+    """
+    runs_out = f"{chance(candidate.probability_of_oom)} chance to run out"
     if candidate.fits:
-        return "fits" if candidate.probability_of_oom <= TIGHT else f"tight: {chance} chance to run out"
-    missing = candidate.memory.device_bytes - card_bytes
-    return f"needs {format_gb(missing)} more" if missing > 0 else f"too close: {chance} chance to run out"
+        return "fits" if candidate.probability_of_oom <= TIGHT else f"tight: {runs_out}"
+    missing = candidate.memory.device_bytes - usable
+    return f"needs {format_gb(missing)} more" if missing > 0 else f"too close: {runs_out}"
 
 
 def sentence_about(candidate: Candidate, plan: Plan) -> tuple[str, str]:
     """Two lines about a candidate: its memory, and its time."""
-    card = card_bytes(plan.cluster)
     memory = (
-        f"{gb_interval(candidate.memory.device_bytes, candidate.memory_interval_bytes)} of {format_gb(card)} on each "
-        f"card, peak {INSTANTS[candidate.memory.peak_instant]}; {format_percent(candidate.probability_of_oom)} chance "
-        "to run out"
+        f"{gb_interval(candidate.memory.device_bytes, candidate.memory_interval_bytes)} of "
+        f"{format_gb(usable_bytes(plan.cluster))} usable on each card, peak {INSTANTS[candidate.memory.peak_instant]}; "
+        f"{chance(candidate.probability_of_oom)} chance to run out"
     )
     time = (
         f"{seconds_interval(candidate.step.seconds, candidate.step_interval_seconds)} a step, "
@@ -229,6 +237,30 @@ def sentence_about(candidate: Candidate, plan: Plan) -> tuple[str, str]:
         f"{format_percent(candidate.model_flops_utilization)}"
     )
     return memory, time
+
+
+def cost_sentences(candidate: Candidate, job: Job, cluster: Cluster) -> list[str]:
+    """How long the whole job takes and what it costs, as far as its length and a price are known."""
+    sentences: list[str] = []
+    hours = _job_hours(candidate, job)
+    if hours is not None:
+        sentences.append(f"the whole job: {format_seconds(hours * HOUR)}")
+    if job.price_per_gpu_hour is not None:
+        rate = job.price_per_gpu_hour * cluster.num_gpus
+        per_million = rate * 1e6 / (candidate.tokens_per_s * HOUR)
+        price = f"at {job.price_per_gpu_hour:g} a card-hour: {per_million:.3g} for a million tokens"
+        sentences.append(price + (f", {rate * hours:.4g} for the whole job" if hours is not None else ""))
+    return sentences
+
+
+def _job_hours(candidate: Candidate, job: Job) -> float | None:
+    if job.max_steps is not None:
+        return job.max_steps * candidate.step.seconds / HOUR
+    if job.lengths is None:
+        return None
+    sequences = job.lengths.total_tokens / job.sequence_length if job.packing else job.lengths.num_sequences
+    steps = math.ceil(sequences / candidate.strategy.global_batch_size * job.num_train_epochs)
+    return steps * candidate.step.seconds / HOUR
 
 
 # ---------------------------------------------------------------------------------------------------- choices
@@ -247,6 +279,12 @@ def leaders(candidates: Sequence[Candidate], taken: Candidate | None, limit: int
 def memory_by_category(candidate: Candidate) -> dict[Category, int]:
     """Bytes at the peak by category; they add up to the device's bytes."""
     return candidate.memory.by_category()
+
+
+def other_refusals(plan: Plan, shown: Sequence[Candidate]) -> list[Refusal]:
+    """Refusals without those that a table of candidates says already: it does not fit."""
+    named = {candidate.strategy for candidate in shown}
+    return [r for r in plan.refusals if not (r.rule == "does_not_fit" and r.strategy in named)]
 
 
 def headline_rows(headlines: Iterable[Headline]) -> list[tuple[str, str, str, str]]:
