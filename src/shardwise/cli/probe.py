@@ -47,7 +47,7 @@ def run(options: Options) -> int:
     if options.inventory:
         sys.stdout.write(_inventory(options.json))
         return 0
-    from shardwise.probe.measure import probe
+    from shardwise.probe.launch import probe
     from shardwise.probe.page import report_page
     from shardwise.vocabulary.codec import to_json
 

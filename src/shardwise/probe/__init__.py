@@ -3,7 +3,7 @@
 `measure` is the door. Importing this package imports no torch; the ranks do, in their own processes.
 """
 
-from shardwise.probe.measure import measure, probe
+from shardwise.probe.launch import measure, probe
 from shardwise.probe.options import ProbeOptions
 
 __all__ = ["ProbeOptions", "measure", "probe"]

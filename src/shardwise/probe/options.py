@@ -12,6 +12,8 @@ from shardwise.errors import UsageError
 from shardwise.vocabulary.units import GIB, KIB, MIB
 
 Device = Literal["cuda", "cpu"]
+Part = Literal["compute", "disk", "wire"]
+PARTS: tuple[Part, ...] = ("compute", "disk", "wire")
 
 QUICK_SECONDS = 15.0
 """A quick probe's aim, from its start to the end of the last measurement; what remains to 20 s is slack."""
@@ -33,6 +35,8 @@ class ProbeOptions:
     """Machines. More than one needs torchrun: every rank of the launch calls the probe, and they join."""
     sizes: tuple[int, ...] = ()
     """Message sizes in bytes, as nccl-tests defines them; by default 8 B to 64 MiB (quick) or 1 GiB."""
+    parts: tuple[Part, ...] = PARTS
+    """What to measure; what is left out stays empty in the Cluster."""
     out: Path | None = None
     """Where to write the Cluster file (YAML)."""
     device: Device | None = None
@@ -59,6 +63,9 @@ def check_options(options: ProbeOptions) -> None:
     for size in options.sizes:
         if not 1 <= size <= MAX_MESSAGE_BYTES:
             problems.append(f"sizes holds {size}; a message has between 1 byte and {MAX_MESSAGE_BYTES} bytes")
+    unknown = [part for part in options.parts if part not in PARTS]
+    if unknown or not options.parts:
+        problems.append(f"parts is {options.parts}; choose from {', '.join(PARTS)}, at least one")
     budget = options.budget_seconds
     if budget is not None and not (math.isfinite(budget) and budget > 0):
         problems.append(f"budget_seconds is {budget}; it must be a finite number of seconds above 0")
@@ -80,6 +87,7 @@ class ProbeTask:
     sizes: tuple[int, ...]
     budget_seconds: float
     checkpoint_dir: str
+    parts: tuple[Part, ...] = PARTS
     matmul_sizes: tuple[int, ...]
     """Sides of square products."""
     matmul_dtypes: tuple[str, ...]
@@ -130,6 +138,7 @@ def make_task(options: ProbeOptions, device: Device) -> ProbeTask:
         sizes=tuple(sorted(set(options.sizes or (QUICK_SIZES if quick else FULL_SIZES)))),
         budget_seconds=options.budget_seconds or default_budget,
         checkpoint_dir=str(folder.resolve()),
+        parts=options.parts,
         matmul_sizes=matmul_sizes,
         matmul_dtypes=dtypes,
         attention_lengths=lengths,

@@ -43,7 +43,7 @@ def report_page(report: ProbeReport) -> str:
 
 
 def _rate_lines(findings: Findings) -> Iterator[str]:
-    yield "One rank, while all compute:"
+    yield "One rank, while all do the same:"
     best: dict[tuple[str, str], tuple[float, int]] = {}
     for record in findings.rates:
         key = (record.what, record.dtype)

@@ -79,8 +79,16 @@ def _measure_all(task: ProbeTask, place: Place, device: torch.device, control: C
     findings = Findings(
         ranks=tuple(facts), copy_bytes_per_s=copy, versions=versions(device), switches=place.environment
     )
-    findings = _measure_compute(task, place, device, control, findings)
-    findings = _measure_disk(task, place, control, findings)
+    if "compute" in task.parts:
+        findings = _measure_compute(task, place, device, control, findings)
+    if not findings.inventories:
+        findings = replace(
+            findings, inventories=_inventories(read_machine() if place.local_rank == 0 else None, control)
+        )
+    if "disk" in task.parts:
+        findings = _measure_disk(task, place, control, findings)
+    if "wire" not in task.parts:
+        return findings
     if control.world_size == 1:
         only = Skipped(what="the wire", why="there is one rank, and so no wire")
         return replace(findings, skipped=(*findings.skipped, only))
@@ -143,9 +151,7 @@ def _measure_compute(
     findings = replace(findings, rates=(*rates, *attention), skipped=(*findings.skipped, *skipped, *too_long))
     if device.type != "cuda":
         why = "ranks on CPU have no copies between host and device and no kernel launches"
-        skip = Skipped(what="host copies, launch gap", why=why)
-        inventories = _inventories(read_machine() if place.local_rank == 0 else None, control)
-        return replace(findings, skipped=(*findings.skipped, skip), inventories=inventories)
+        return replace(findings, skipped=(*findings.skipped, Skipped(what="host copies, launch gap", why=why)))
     findings = _measure_host_copies(task, place, device, control, findings)
     gap = compute.measure_launch_gap(device, control)
     return replace(findings, launch_gap_seconds=gap)
@@ -220,7 +226,10 @@ def _measure_wire(
 
 
 def _with_contention(group: wire.Group, control: Control, findings: Findings) -> Findings:
-    best = max((record for record in findings.rates if record.what == "matmul"), key=lambda record: record.rate)
+    matmuls = [record for record in findings.rates if record.what == "matmul"]
+    if not matmuls:
+        return findings
+    best = max(matmuls, key=lambda record: record.rate)
     contention = compute.measure_contention(group, best.dtype, control, 0.1 * control.seconds_left())
     control.say(
         f"together: a matmul takes {contention.matmul_slowdown:.2f} times as long, "

@@ -112,7 +112,7 @@ def _join(options: ProbeOptions, started_at: float) -> ProbeReport:
     except ModuleNotFoundError as error:
         raise MissingExtraError("Measuring", "train", error.name or "torch") from error
     place = place_from_environment(os.environ)
-    _check_place(place, options, os.environ)
+    check_place(place, options, os.environ)
     device: Device = options.device or ("cuda" if _num_gpus() else "cpu")
     say = options.progress or _silence
     join = Join(init_method="env://", started_at=started_at)
@@ -126,7 +126,12 @@ def _silence(_text: str) -> None:
     """Shows nothing."""
 
 
-def _check_place(place: Place, options: ProbeOptions, environment: Mapping[str, str]) -> None:
+def check_place(place: Place, options: ProbeOptions, environment: Mapping[str, str]) -> None:
+    """Refuse a launch that is not what was asked for.
+
+    Raises:
+        UsageError: With every difference.
+    """
     problems: list[str] = []
     if place.world_size % place.local_world_size or place.node != int(environment.get("GROUP_RANK", place.node)):
         problems.append("the machines of this launch run different numbers of ranks; a Cluster has equal machines")
