@@ -89,7 +89,7 @@ def _pages(found: RunFolder) -> str:
     style = Style.of(sys.stdout)
     pages = [plan_page(found.plan, style)] if found.plan is not None else []
     pages += [ledger_page(found.ledger, style)] if found.ledger is not None else []
-    return "\n".join(pages + ["".join(f"{style.plain(note)}\n" for note in found.notes)])
+    return "\n".join([*pages, "".join(f"{style.plain(note)}\n" for note in found.notes)])
 
 
 def _write(path: Path, text: str) -> None:

@@ -13,8 +13,8 @@ from shardwise.errors import ConfigError, UsageError
 from shardwise.report.charts import LossCurves
 from shardwise.vocabulary import codec
 from shardwise.vocabulary.ledger import Ledger
+from shardwise.vocabulary.measured import Measured
 from shardwise.vocabulary.plan import Plan
-from shardwise.vocabulary.timeline import StepTimeline
 
 T = TypeVar("T")
 PARTS = {
@@ -26,26 +26,6 @@ PARTS = {
 TRAIN_KEYS = ("loss", "train/loss", "train_loss")
 HELD_OUT_KEYS = ("eval_loss", "eval/loss")
 STEP_KEYS = ("step", "train/global_step", "global_step")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One answer before and after training."""
-
-    prompt: str
-    before: str
-    after: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What `measured.json` holds beside the ledger's rows; every part may be missing."""
-
-    step: StepTimeline | None = None
-    samples: tuple[Sample, ...] = ()
-    command: str = ""
-    """What started the run."""
-    versions: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,12 +104,20 @@ def _tiles(run: RunFolder) -> list[Markup]:
                 )
             elif predicted is not None:
                 tiles.append(_plain_tile(label, words.format_quantity(predicted, unit), "predicted, not measured"))
-    curve = run.curves.held_out or run.curves.train
-    if len(curve) >= 2:
-        name = "Held-out loss" if run.curves.held_out else "Training loss"
-        note = f"from step {curve[0][0]:,} to step {curve[-1][0]:,}"
-        tiles.append(_plain_tile(name, f"{curve[0][1]:.3f} → {curve[-1][1]:.3f}", note))
+    tiles += _loss_tile(run)
     return tiles
+
+
+def _loss_tile(run: RunFolder) -> list[Markup]:
+    measured, curve = run.measured, run.curves.held_out or run.curves.train
+    if measured.held_out_loss_before is not None and measured.held_out_loss_after is not None:
+        value = f"{measured.held_out_loss_before:.3f} → {measured.held_out_loss_after:.3f}"
+        return [_plain_tile("Held-out loss", value, f"before and after {measured.num_steps:,} steps")]
+    if len(curve) < 2:
+        return []
+    name = "Held-out loss" if run.curves.held_out else "Training loss"
+    note = f"from step {curve[0][0]:,} to step {curve[-1][0]:,}"
+    return [_plain_tile(name, f"{curve[0][1]:.3f} → {curve[-1][1]:.3f}", note)]
 
 
 def _first(ledger: Ledger | None, kind: Kind, names: tuple[str, ...]) -> LedgerRow | None:
@@ -140,7 +148,8 @@ def _plain_tile(label: str, value: str, note: str) -> Markup:
 def _memory(run: RunFolder) -> Markup | None:
     taken = _taken(run)
     bars: list[charts.MemoryBar] = []
-    predicted, measured = _categories(run.ledger, "predicted"), _categories(run.ledger, "measured")
+    predicted = _categories(run.ledger, "predicted")
+    measured = dict(run.measured.peak_by_category or {}) or _categories(run.ledger, "measured")
     if not predicted and taken is not None:
         predicted = words.memory_by_category(taken)
     if predicted:
@@ -218,7 +227,7 @@ def _step_from_ledger(ledger: Ledger | None) -> StepTimeline | None:
     if ledger is None:
         return None
     values = {name: None if (row := ledger.row("time", name)) is None else row.measured for name in
-              ("step", "compute", "exposed wire", "bubble", "host", "wire", "optimizer")}  # fmt: skip
+              ("step", "compute", "exposed wire", "bubble", "host", "all wire", "optimizer")}  # fmt: skip
     seconds, compute, exposed = values["step"], values["compute"], values["exposed wire"]
     if seconds is None or compute is None or exposed is None:
         return None
@@ -228,7 +237,7 @@ def _step_from_ledger(ledger: Ledger | None) -> StepTimeline | None:
         exposed_wire_seconds=exposed,
         bubble_seconds=values["bubble"] or 0.0,
         host_seconds=values["host"] or 0.0,
-        wire_seconds=values["wire"] or exposed,
+        wire_seconds=values["all wire"] or exposed,
         optimizer_seconds=values["optimizer"] or 0.0,
     )
 
@@ -387,7 +396,7 @@ def _versions(run: RunFolder) -> Markup | None:
     if run.plan is not None:
         versions |= dict(run.plan.cluster.versions) | ({"shardwise": run.plan.version} if run.plan.version else {})
     versions |= (run.ledger.versions or {}) if run.ledger is not None else {}
-    versions |= dict(run.measured.versions or {})
+    versions |= dict(run.measured.versions)
     if not versions:
         return None
     return element(

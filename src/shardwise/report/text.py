@@ -148,7 +148,9 @@ def _strategies(plan: Plan, candidates: Sequence[Candidate], style: Style) -> li
     rows = [_Row(candidate=c, taken=c is plan.recommended or c == plan.recommended, usable=usable) for c in candidates]
     if style.width < NARROW:
         return [line for row in rows for line in _told(row, style)]
-    title = f"Memory in GB at the peak on each card, {usable / GB:.1f} usable; bytes that one rank sends, and time, in one step"
+    title = (
+        f"Memory in GB at the peak on each card, {usable / GB:.1f} usable; bytes one rank sends, and time, in one step"
+    )
     return [*_wrap(title, style), *render_table(_strategy_columns(), rows, style)]
 
 
