@@ -205,7 +205,7 @@ def link_facts(name: str) -> tuple[Fact, ...]:
 
 
 def _cited(origin: Origin) -> str:
-    return ", ".join(part for part in (origin.kind, origin.url, origin.note, f"read {origin.date}") if part)
+    return ", ".join(part for part in (origin.kind, origin.url, origin.note, f"written down {origin.date}") if part)
 
 
 @functools.cache
@@ -396,7 +396,7 @@ def _usual_link(machine: Machine, cards: int) -> tuple[str, str]:
         board = f"a desktop board whose 16 processor lanes give {cards} cards {lanes} each"
     name = f"pcie{machine.pcie_generation}-x{lanes}" + ("" if machine.peer_to_peer else "-host")
     way = (
-        "cards read each other's memory directly"
+        "cards read each other's memory directly; NCCL from 2.23 on may go through host memory instead"
         if machine.peer_to_peer
         else "through host memory, since the driver grants no peer access"
     )

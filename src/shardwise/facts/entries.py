@@ -16,7 +16,7 @@ class Origin:
     kind: FactSource = "datasheet"
     url: str = ""
     date: str
-    """ISO date on which it was read."""
+    """ISO date on which it was written down; vendor figures are the published ones, to be checked against the url."""
     note: str = ""
     """The words or the arithmetic behind the value, where it is not simply printed there."""
 
