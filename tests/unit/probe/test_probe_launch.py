@@ -14,7 +14,6 @@ from shardwise.probe import launch as module
 from shardwise.probe.launch import probe
 from shardwise.probe.options import ProbeOptions
 
-
 RanksRun = Callable[[str], None]
 
 
@@ -88,7 +87,7 @@ def test_progress_lines_arrive_whole(ranks_run: RanksRun) -> None:
     # The descriptor is the last word of rank 0's command line.
     ranks_run(
         '[ "$RANK" = 1 ] && { sleep 0.6; exit 3; }; for fd; do :; done; '
-        'printf "on" >&$fd; sleep 0.2; printf "e\\ntwo\\nthr" >&$fd; exec sleep 30'
+        'printf "on" >/proc/self/fd/$fd; sleep 0.2; printf "e\\ntwo\\nthr" >/proc/self/fd/$fd; exec sleep 30'
     )
     with pytest.raises(ResourceError):
         run_probe(progress=lines.append)
