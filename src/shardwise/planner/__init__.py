@@ -7,5 +7,6 @@ timeline.py  one optimizer step on lanes
 headline.py  the same questions on the back of an envelope
 search.py    all strategies, ranked; the decision rules
 advice.py    what would make it fit, whether more cards help
+learning_rate.py  what another batch asks of it
 explain.py   the arithmetic with the user's own numbers, line by line
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from shardwise.planner import rules, search
+from shardwise.planner import learning_rate, rules, search
 from shardwise.planner.timeline import estimate_seconds
 from shardwise.planner.uncertainty import usable_bytes
 from shardwise.vocabulary.cluster import Cluster, Link
@@ -40,6 +40,7 @@ def advise(
         _one_card(job, cluster, wishes, best),
         _full_instead(job, best, candidates),
         _crossover(job, cluster, best, rivals),
+        learning_rate.advice(job),
     )
     return tuple(advice for advice in about if advice is not None)
 

@@ -123,7 +123,7 @@ def _time(plan: Plan, candidate: Candidate) -> list[str]:
     low, high = candidate.step_interval_seconds
     lines += [
         f"  {format_seconds(step.seconds):>9}  the step ({format_seconds(low)} to {format_seconds(high)})",
-        f"  {candidate.tokens_per_s:,.0f} tokens/s, MFU {format_percent(candidate.model_flops_utilization, 1)} of the cards' "
-        "dense peak (recomputation not counted)",
+        f"  {candidate.tokens_per_s:,.0f} tokens/s, MFU {format_percent(candidate.model_flops_utilization, 1)} of the "
+        "cards' dense peak (recomputation not counted)",
     ]
     return lines

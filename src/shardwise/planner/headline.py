@@ -5,6 +5,7 @@ Decimal units. These figures are what articles and courses print; the calibrated
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.vocabulary.cluster import Cluster
@@ -80,6 +81,42 @@ def solve_degree(gpus: int, **degrees: int) -> int:
             f"{gpus} cards do not divide by {product} ({', '.join(f'{k} {v}' for k, v in degrees.items())})"
         )
     return gpus // product
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What one card holds, term by term, as an envelope counts it."""
+
+    static: float
+    gather_buffer: float = 0.0
+    """One gathered layer under full sharding."""
+    activations: float = 0.0
+    """Never divided by sharding: every card runs its own batch."""
+
+    @property
+    def total(self) -> float:
+        """All terms together, bytes."""
+        return self.static + self.gather_buffer + self.activations
+
+    @property
+    def largest(self) -> str:
+        """The name of the largest term."""
+        terms = {"static": self.static, "gather_buffer": self.gather_buffer, "activations": self.activations}
+        return max(terms, key=lambda name: terms[name])
+
+    def fits(self, card_bytes: float) -> bool:
+        """Whether the card has that much."""
+        return self.total <= card_bytes
+
+
+def all_reduces(micro_batches: int, accumulation: int) -> float:
+    """Gradient reductions of replicas over so many micro-batches: one for each optimizer step."""
+    return micro_batches / accumulation
+
+
+def all_reduced(values: Sequence[float]) -> tuple[float, float]:
+    """Sum and mean of what each card brings: what an all_reduce gives every card, and what the optimizer uses."""
+    return sum(values), sum(values) / len(values)
 
 
 def lanes_each(lanes: int, cards: int) -> int:

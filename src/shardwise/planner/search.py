@@ -202,10 +202,13 @@ def strategies(job: Job, cluster: Cluster, wishes: Wishes) -> Iterator[Strategy]
 def meshes(num_gpus: int, wishes: Wishes) -> Iterator[tuple[int, int, int, int]]:
     """All (pp, dp_replicate, dp_shard, tp) whose product is the number of cards and that the wishes allow.
 
-    Tensor and pipeline degrees are priced only where they are asked for: the engine does not run them yet.
+    Tensor and pipeline degrees other than 1 are tried where they are asked for, where all other degrees are given (the
+    last one is then solved), and with `every_candidate`.
     """
-    for pp in _degrees(num_gpus, wishes.pp or 1):
-        for tp in _degrees(num_gpus // pp, wishes.tp or 1):
+    given = [degree is not None for degree in (wishes.pp, wishes.dp_replicate, wishes.dp_shard, wishes.tp)]
+    usual = None if sum(given) == 3 or wishes.every_candidate else 1
+    for pp in _degrees(num_gpus, wishes.pp or usual):
+        for tp in _degrees(num_gpus // pp, wishes.tp or usual):
             rest = num_gpus // (pp * tp)
             for dp_shard in _degrees(rest, wishes.dp_shard):
                 dp_replicate = rest // dp_shard
