@@ -70,7 +70,7 @@ def compute_times(place: Placement, cluster: Cluster) -> ComputeTimes:
         block_forward=forward,
         block_backward=backward,
         head=_head_seconds(place, rates) if place.is_last else 0.0,
-        embedding=4 * place.tokens * place.model.hidden_size * place.element_bytes / rates.traffic,
+        embedding=4 * place.typical_tokens * place.model.hidden_size * place.element_bytes / rates.traffic,
         optimizer=step_traffic_bytes(place) / rates.traffic,
         host_per_block=_host_seconds(place, cluster),
     )
@@ -120,17 +120,17 @@ def _matrix_seconds(place: Placement, rates: Rates) -> float:
     """Forward of one block's matrices, adapters included."""
     tp, seconds = place.strategy.tp, 0.0
     for linear in place.model.linears:
-        rows = place.tokens * linear.active_copies
+        rows = place.typical_tokens * linear.active_copies
         per_copy = max(1, rows // max(1, linear.copies)) if linear.copies > 1 else rows
         rate = rates.matmul(per_copy, linear.in_features, linear.out_features)
         seconds += 2 * rows * linear.matrix_parameters / tp / rate
     if not place.trains_all:
         for linear in adapted(place.model, place.job.lora):
-            narrow = 2 * place.tokens * place.job.lora.r * (linear.in_features + linear.out_features)
-            bytes_moved = place.tokens * place.element_bytes * (linear.in_features + 3 * linear.out_features)
+            narrow = 2 * place.typical_tokens * place.job.lora.r * (linear.in_features + linear.out_features)
+            bytes_moved = place.typical_tokens * place.element_bytes * (linear.in_features + 3 * linear.out_features)
             seconds += (
                 max(
-                    narrow / rates.matmul(place.tokens, linear.in_features, place.job.lora.r),
+                    narrow / rates.matmul(place.typical_tokens, linear.in_features, place.job.lora.r),
                     bytes_moved / rates.traffic,
                 )
                 / tp
@@ -147,11 +147,11 @@ def _adapter_share(place: Placement) -> float:
 
 
 def _attention_seconds(place: Placement, rates: Rates) -> float:
-    sequence = place.job.sequence_length
-    flops = place.tokens * attention_flops_per_token(place.model, sequence) / place.strategy.tp
+    sequence = place.typical_sequence
+    flops = place.typical_tokens * attention_flops_per_token(place.model, sequence) / place.strategy.tp
     seconds = flops / rates.attention(sequence)
     if place.job.attention == "eager":
-        scores = place.tokens * sequence * place.model.num_attention_heads / place.strategy.tp
+        scores = place.typical_tokens * sequence * place.model.num_attention_heads / place.strategy.tp
         seconds = 2 * flops / rates.matmul(sequence, place.model.head_dim, sequence)
         seconds += 6 * scores * place.element_bytes / rates.traffic
     return seconds
@@ -172,7 +172,7 @@ def _traffic_bytes(place: Placement) -> float:
         norm = 28 + 8 * unit
         per_token = norm * model.norms_per_block * h + unit * (12 * h + 20 * heads + 10 * f)
         per_token += norm * heads if model.qk_norm else 0
-    return place.tokens * per_token
+    return place.typical_tokens * per_token
 
 
 def _head_seconds(place: Placement, rates: Rates) -> float:
@@ -181,10 +181,10 @@ def _head_seconds(place: Placement, rates: Rates) -> float:
     products = 3 if place.trains_all else 2
     if place.strategy.loss != "plain":
         products += 1
-    rate = rates.matmul(place.tokens, place.model.hidden_size, place.model.vocab_size)
-    seconds = products * 2 * place.tokens * place.model.hidden_size * vocab / rate
+    rate = rates.matmul(place.typical_tokens, place.model.hidden_size, place.model.vocab_size)
+    seconds = products * 2 * place.typical_tokens * place.model.hidden_size * vocab / rate
     traffic = {"plain": 38, "chunked": 48, "fused": 10}[place.strategy.loss] * place.element_bytes / 2
-    return seconds + traffic * place.tokens * vocab / rates.traffic
+    return seconds + traffic * place.typical_tokens * vocab / rates.traffic
 
 
 def _host_seconds(place: Placement, cluster: Cluster) -> float:
@@ -204,6 +204,6 @@ def model_flops_per_token(place: Placement) -> float:
     Recomputation is not counted. Source: PaLM, arXiv:2204.02311, appendix B, with the causal half of the square.
     """
     model = place.model
-    attention = model.num_hidden_layers * attention_flops_per_token(model, place.job.sequence_length)
+    attention = model.num_hidden_layers * attention_flops_per_token(model, place.typical_sequence)
     passes = 3.0 if place.trains_all else 2.0
     return passes * (2 * model.matmul_parameters + attention)

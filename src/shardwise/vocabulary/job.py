@@ -39,6 +39,22 @@ class SequenceLengths:
     mean: float
     p50: int
     p95: int
+    quantiles: tuple[int, ...] = ()
+    """Lengths at equal steps of probability from the shortest to the longest, both included; at least two or none."""
+
+    def expected_longest(self, draws: int) -> float:
+        """Mean length of the longest of `draws` sequences: what a padded micro-batch is as wide as.
+
+        Between two quantiles the length is taken to rise evenly.
+        """
+        if len(self.quantiles) < 2:
+            return self.mean if draws == 1 else float(self.longest)
+        steps = len(self.quantiles) - 1
+        total = 0.0
+        for i in range(steps):
+            weight = ((i + 1) / steps) ** draws - (i / steps) ** draws
+            total += weight * (self.quantiles[i] + self.quantiles[i + 1]) / 2
+        return total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,5 +83,14 @@ class Job:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step over all cards, padding included."""
+        """Tokens of one optimizer step over all cards, padding included, if every sequence is as long as may be."""
         return self.global_batch_size * self.sequence_length
+
+    def typical_length(self, micro_batch_size: int) -> float:
+        """Tokens that a row of a micro-batch takes on average, padding included: what decides time.
+
+        Memory is decided by `sequence_length`, the longest that may come.
+        """
+        if self.lengths is None or self.packing:
+            return float(self.sequence_length)
+        return self.lengths.expected_longest(micro_batch_size)

@@ -69,8 +69,18 @@ class Placement:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch."""
+        """Tokens of the largest micro-batch: what decides memory."""
         return self.strategy.micro_batch_size * self.job.sequence_length
+
+    @property
+    def typical_sequence(self) -> int:
+        """Tokens of a row of a usual micro-batch: what decides time."""
+        return max(1, round(self.job.typical_length(self.strategy.micro_batch_size)))
+
+    @property
+    def typical_tokens(self) -> int:
+        """Tokens of a usual micro-batch, padding included: what decides time."""
+        return self.strategy.micro_batch_size * self.typical_sequence
 
     @property
     def element_bytes(self) -> int:
