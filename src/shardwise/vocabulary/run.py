@@ -100,8 +100,8 @@ class RunFile:
     """bf16 weights without fp32 masters."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients cross the wire."""
-    torch_compile: bool = False
-    """Compile each block."""
+    torch_compile: bool | None = None
+    """Compile each block; null: on CUDA cards from Ampere on."""
     loss: LossKind | None = None
 
     # -- what is written
