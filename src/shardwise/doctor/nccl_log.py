@@ -143,8 +143,8 @@ _NOTICES: tuple[tuple[NoticeKind, re.Pattern[str]], ...] = tuple(
 )  # fmt: skip
 _NOTICE_HINT = re.compile(
     r"/dev/shm|posix_fallocate|ibv|P2P is dis|Could not|Legacy IPC|cuMem host|GPU Direct|DMA-BUF|Got completion|"
-    r"Missing|No (?:route|plugin|device|verbs|interface)|onnect|system |fabric state|timed out|affinity for GPU|Cuda failure|"
-    r"async|no socket|Net :"
+    r"Missing|No (?:route|plugin|device|verbs|interface)|onnect|system |fabric state|timed out|affinity for GPU|"
+    r"Cuda failure|async|no socket|Net :"
 )
 
 _Parse = Callable[["_Collector", str, "_Origin"], None]

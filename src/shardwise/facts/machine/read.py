@@ -82,6 +82,7 @@ def _assemble(tree: Tree, answers: Answers, pids: tuple[int, ...]) -> Machine:
         kernel_command_line=tree.text("/proc/cmdline"),
         container=host.container(tree, environment),
         virtual_machine=host.virtual_machine(tree, cpu),
+        virtual_topology_file=tree.exists("/var/run/nvidia-topologyd/virtualTopology.xml"),
         driver=driver,
         gpus=cards,
         pairs=() if isinstance(cards, Unreadable) else _pairs(cards, pci, answers),

@@ -335,6 +335,8 @@ class Machine:
     """docker, podman, kubernetes, lxc, or empty."""
     virtual_machine: Reading[str]
     """Product of the hypervisor, "WSL", or empty on bare metal."""
+    virtual_topology_file: bool = False
+    """Whether the topology file is there that NCCL loads by itself in a virtual machine."""
     driver: Driver
     gpus: Reading[tuple[GpuCard, ...]]
     pairs: tuple[GpuPair, ...] = ()
