@@ -212,4 +212,16 @@ def make_run_folder(folder: Path, *, num_steps: int = 20) -> Path:
         if step % 5 == 0:
             lines.append({"step": step, "eval_loss": loss + 0.1})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sample = {
+        "prompt": "Why is full sharding slow on a thin wire?",
+        "before": "Sharding is a way to break glass.",
+        "after": "Because every micro-batch gathers all weights twice and reduces all gradients once.",
+    }
+    measured = {
+        "step": codec.to_data(make_timeline(2.04, exposed=0.16)),
+        "samples": [sample],
+        "command": "shardwise train plan.yaml --data chats.jsonl",
+        "versions": {"python": "3.12.3"},
+    }
+    (folder / "measured.json").write_text(json.dumps(measured))
     return folder

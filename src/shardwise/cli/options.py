@@ -164,8 +164,11 @@ def _plain(hint: Any, text: str) -> Any:
     """Plain data for a flag's text: text where only text is meant, else what YAML 1.2 would read."""
     options = _options(hint)
     literals = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
-    if text in literals or all(option is str for option in options):
-        return text
+    return text if text in literals or all(option is str for option in options) else read_scalar(text)
+
+
+def read_scalar(text: str) -> Any:
+    """A text as YAML 1.2 would read it where nothing else is known: true, null, a number, or the text."""
     if text.casefold() in _WORDS:
         return _WORDS[text.casefold()]
     if _INT.fullmatch(text):

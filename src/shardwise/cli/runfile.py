@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.cli.options import read_scalar
 from shardwise.errors import ConfigError, nearest_names
 from shardwise.vocabulary import codec
 from shardwise.vocabulary.run import RunFile
@@ -55,7 +56,6 @@ ELSEWHERE: Mapping[str, str] = {
     "quantization_bit": "load_in_4bit",
     "optimizer": "optim",
     "lr": "learning_rate",
-    "fp16": "bf16",
 }
 DECIDED_BY_THE_PLAN = ("fsdp", "fsdp_config", "deepspeed", "ddp_timeout", "accelerator_config")
 """Keys of transformers that have no place here, because the plan is what they configure."""
@@ -214,7 +214,7 @@ def _interpolated(value: Any, env: Mapping[str, str], complain: Callable[[str], 
     filled = _VARIABLE.sub(fill, value)
     _refuse_secret_values(filled, complain)
     alone = _VARIABLE.fullmatch(value)
-    return codec.parse_yaml(filled) if alone is not None and not alone[1] else filled
+    return read_scalar(filled) if alone is not None and not alone[1] else filled
 
 
 def _refuse_secret_values(value: Any, complain: Callable[[str], None]) -> None:

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import dataclass
+
+import pytest
+
+from shardwise.cli import main as cli
+from shardwise.errors import DoesNotFitError, PlanMismatchError, ShardwiseError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A command for tests."""
+
+    fail: str | None = None
+    """With what."""
+
+
+def run(options: Options) -> int:
+    failures: dict[str | None, BaseException] = {
+        "usual": ShardwiseError("disk /data has 3 GB free; the checkpoint needs 9 GB. Free 6 GB."),
+        "fit": DoesNotFitError("70 GB a card; 24 GB are usable. Take 4 cards."),
+        "plan": PlanMismatchError("a", "b"),
+        "ours": ZeroDivisionError("division by zero"),
+        "interrupt": KeyboardInterrupt(),
+    }
+    if options.fail in failures:
+        raise failures[options.fail]
+    sys.stdout.write("data\n")
+    return 0
+
+
+@pytest.fixture(autouse=True)
+def command(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("made_up_command")
+    module.Options, module.run = Options, run  # type: ignore[attr-defined]  # a module made by hand
+    monkeypatch.setitem(sys.modules, "made_up_command", module)
+    monkeypatch.setitem(cli.COMMANDS, "made-up", cli.Command(module="made_up_command", summary="for tests"))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (
+            ["made-up", "--fail", "usual"],
+            1,
+            "shardwise: disk /data has 3 GB free; the checkpoint needs 9 GB. Free 6 GB.\n",
+        ),
+        (["made-up", "--fail", "fit"], 3, "shardwise: 70 GB a card; 24 GB are usable. Take 4 cards.\n"),
+        (["made-up", "--fail", "plan"], 4, "shardwise: 2 problems:\n  - a\n  - b\n"),
+        (["made-up", "--fail", "interrupt"], 130, "shardwise: interrupted\n"),
+        (["made-up", "--fial", "fit"], 2, "shardwise: unknown flag --fial; did you mean --fail?\n"),
+        (["made-up", "--fail"], 2, "shardwise: --fail needs a value: TEXT\n"),
+        (["plam"], 2, "shardwise: Unknown command 'plam'. Did you mean 'plan'? See: shardwise --help\n"),
+        (["--verison"], 2, "shardwise: Unknown command '--verison'. See: shardwise --help\n"),
+    ],
+)
+def test_an_error_is_one_message_and_an_exit_code(
+    words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == code
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", message)
+
+
+def test_our_own_mistakes_come_with_a_traceback_and_where_to_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["made-up", "--fail", "ours"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "ZeroDivisionError: division by zero" in err
+    assert "a mistake in shardwise, not in what you did" in err
+    assert "shardwise made-up --fail ours" in err
+
+
+def test_data_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["made-up"]) == 0
+    assert capsys.readouterr() == ("data\n", "")
+
+
+def test_help_of_all_and_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(name in page and command.summary in page for name, command in cli.COMMANDS.items())
+    for words in (["made-up", "--help"], ["help", "made-up"], ["made-up", "-h"]):
+        assert cli.main(words) == 0
+        assert capsys.readouterr().out.startswith("usage: shardwise made-up [flags]\n\nA command for tests.")
+
+
+def test_nothing_said_shows_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    import shardwise
+
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"shardwise {shardwise.__version__}\n"
