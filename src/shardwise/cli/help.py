@@ -25,18 +25,31 @@ def command_help(name: str, kind: type, width: int = 100) -> str:
         width: Columns to wrap at.
     """
     fields = dataclasses.fields(typing.cast("Any", kind))
-    texts, groups = field_texts(kind)
-    hints = typing.get_type_hints(kind)
+    texts, _groups = field_texts(kind)
     words = [field for field in fields if field.metadata.get("positional")]
     usage = " ".join(f"[{f.name.upper()}]" if _has_default(f) else f.name.upper() for f in words)
     lines = [f"usage: shardwise {name} {usage} [flags]".replace("  ", " "), ""]
     lines += [inspect.cleandoc(kind.__doc__ or ""), ""]
     for field in words:
         lines += _entry(field.name.upper(), texts.get(field.name, ""), width)
-    title = ""
+    seen: set[str] = set()
+    lines += _flags(kind, seen, width)
     for field in fields:
-        if field in words:
+        if "flags_of" in field.metadata:
+            lines += _flags(field.metadata["flags_of"], seen, width)
+    return "\n".join(lines) + "\n"
+
+
+def _flags(kind: type, seen: set[str], width: int) -> list[str]:
+    """Every flag of a dataclass, in its groups; those in `seen` were explained already."""
+    texts, groups = field_texts(kind)
+    hints = typing.get_type_hints(kind)
+    lines: list[str] = []
+    title = ""
+    for field in dataclasses.fields(typing.cast("Any", kind)):
+        if field.metadata or field.name in seen:
             continue
+        seen.add(field.name)
         group = groups.get(field.name, "flags")
         if group != title:
             title = group
@@ -44,7 +57,7 @@ def command_help(name: str, kind: type, width: int = 100) -> str:
         values = describe(hints[field.name])
         flag = f"--{field.name.replace('_', '-')} {values}".rstrip()
         lines += _entry(flag, _with_default(field, texts.get(field.name, "")), width)
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def field_texts(kind: type) -> tuple[dict[str, str], dict[str, str]]:

@@ -28,6 +28,15 @@ T = TypeVar("T")
 POSITIONAL: Mapping[str, bool] = {"positional": True}
 """Metadata of a field that is given without a flag: `model: str = field(metadata=POSITIONAL)`."""
 
+
+def flags_of(kind: type) -> Mapping[str, type]:
+    """Metadata of a `dict[str, Any]` field that collects the flags of another dataclass, unchecked.
+
+    For a command whose flags override a file: what was given is laid over the file before either is checked.
+    """
+    return {"flags_of": kind}
+
+
 _INT = re.compile(r"[-+]?[0-9]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
@@ -78,13 +87,30 @@ class _Reader:
     """Eats a command line from its front; one instance a command line."""
 
     def __init__(self, kind: type) -> None:
-        self.hints = typing.get_type_hints(kind)
+        self.hints: dict[str, Any] = {}
+        self.flags: set[str] = set()
+        self.collected_in: dict[str, str] = {}
+        """Field that collects a flag of another dataclass, by flag."""
+        self._know(kind)
         fields = dataclasses.fields(typing.cast("Any", kind))
-        self.flags = {field.name for field in fields if not field.metadata.get("positional")}
         self.positionals = [field.name for field in fields if field.metadata.get("positional")]
         self.values: dict[str, Any] = {}
+        self.given: set[str] = set()
         self.problems: list[str] = []
         self.only_words = False
+
+    def _know(self, kind: type, collector: str | None = None) -> None:
+        hints = typing.get_type_hints(kind)
+        for field in dataclasses.fields(typing.cast("Any", kind)):
+            other = field.metadata.get("flags_of")
+            if other is not None:
+                self._know(other, field.name)
+            elif field.name not in self.hints:
+                self.hints[field.name] = hints[field.name]
+                if not field.metadata.get("positional"):
+                    self.flags.add(field.name)
+                if collector is not None:
+                    self.collected_in[field.name] = collector
 
     def take(self, words: list[str]) -> None:
         word = words.pop(0)
@@ -113,18 +139,24 @@ class _Reader:
         if name not in self.flags:
             self._unknown(word, words)
             return
-        if name in self.values:
+        if name in self.given:
             self.problems.append(f"--{flag} is given twice")
+        self.given.add(name)
         hint = self.hints[name]
         texts = [inline] if equals else list(_values_after(hint, words))
         if not texts and not _may_be_bool(hint):
             self.problems.append(f"--{flag} needs a value: {describe(hint)}")
         elif _shape(hint) == "mapping":
-            self.values[name] = self._pairs(flag, hint, texts)
+            self._keep(name, self._pairs(flag, hint, texts))
         elif _shape(hint) == "list":
-            self.values[name] = [_plain(get_args(_without_none(hint))[0], text) for text in texts]
+            self._keep(name, [_plain(get_args(_without_none(hint))[0], text) for text in texts])
         else:
-            self.values[name] = _plain(hint, texts[0]) if texts else True
+            self._keep(name, _plain(hint, texts[0]) if texts else True)
+
+    def _keep(self, name: str, value: Any) -> None:
+        collector = self.collected_in.get(name)
+        values = self.values if collector is None else self.values.setdefault(collector, {})
+        values[name] = value
 
     def _pairs(self, flag: str, hint: Any, texts: list[str]) -> dict[str, Any]:
         pairs: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cli.help import command_help
-from shardwise.cli.options import POSITIONAL, parse, read_flags
+from shardwise.cli.options import POSITIONAL, flags_of, parse, read_flags
 from shardwise.errors import UsageError
 from shardwise.vocabulary.run import RunFile
 
@@ -148,3 +148,35 @@ def test_help_shows_groups_types_defaults_and_texts() -> None:
     assert "  --level [none|full]\n" in page
     assert "  --columns NAME=VALUE ...\n" in page
     assert max(map(len, page.splitlines())) <= 80
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overriding:
+    """Lays flags over a file.
+
+    Examples:
+      shardwise thing run.yaml
+    """
+
+    file: str | None = field(default=None, metadata=POSITIONAL)
+    """The file."""
+    count: int = 1
+    """Of this command."""
+    thing: dict[str, Any] = field(default_factory=dict[str, Any], metadata=flags_of(Options))
+
+
+def test_flags_of_another_dataclass_are_collected_unchecked() -> None:
+    options = parse(Overriding, ["run.yaml", "--count", "2", "--rate", "3", "--loud", "--stage", "9"])
+    assert (options.file, options.count) == ("run.yaml", 2)
+    assert options.thing == {"rate": 3, "loud": True, "stage": 9}
+    with pytest.raises(UsageError, match="did you mean --rate"):
+        parse(Overriding, ["--rte", "3"])
+
+
+def test_help_shows_collected_flags_once() -> None:
+    page = command_help("thing", Overriding)
+    assert page.count("--count ") == 1
+    assert "Of this command. (default: 1)" in page
+    assert "--answer no|yes" in page
+    assert "--thing" not in page
+    assert "MODEL" not in page
