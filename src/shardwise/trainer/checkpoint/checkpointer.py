@@ -37,6 +37,7 @@ from shardwise.trainer.checkpoint.state import (
     Restored,
     apply_values,
     check_base,
+    check_groups,
     check_names,
     check_shapes,
     compare_runs,
@@ -392,7 +393,11 @@ def _load(state: AppState, path: Path, ranks: Ranks, verified: Manifest | None) 
     rng_restored = all(ranks.all_gather(same_layout and f"rng.{ranks.rank:05d}" in flat))
     if not rng_restored:
         flat.pop(f"rng.{ranks.rank:05d}", None)
-    _read(flat, path, manifest, ranks)
+    values = {name: value for name, value in flat.items() if name in manifest.values}
+    _read(values, path, manifest, ranks)
+    ranks.agree(lambda: check_groups(state, values))
+    _read({name: value for name, value in flat.items() if name not in values}, path, manifest, ranks)
+    flat.update(values)
     ranks.agree(lambda: apply_values(state, flat, ranks.rank))
     notes = compare_runs(state, manifest, ranks.size)
     if not rng_restored:

@@ -297,6 +297,29 @@ def check_base(state: AppState, manifest: Manifest) -> list[str]:
     return []
 
 
+def check_groups(state: AppState, values: FlatState) -> None:
+    """Whether the parameters of each of the optimizers' groups were saved with the same hyperparameters.
+
+    Raises:
+        CheckpointError: They were not, so no single value of the group could be right.
+    """
+    problems: list[str] = []
+    for optimizer in state.optimizers:
+        first: dict[int, tuple[str, dict[str, Any]]] = {}
+        for name, _, group in _optimized(state, optimizer):
+            saved = values.get(f"optimizer.group.{name}")
+            if saved is None:
+                continue
+            other, settings = first.setdefault(id(group), (name, saved))
+            if odd := [key for key in settings if repr(settings[key]) != repr(saved.get(key))]:
+                problems.append(
+                    f"{other} and {name} are in one group of the optimizer, but were saved with {odd[0]} "
+                    f"{settings[odd[0]]} and {saved.get(odd[0])}. Group the parameters as the run that saved them."
+                )
+    if problems:
+        raise CheckpointError(*problems[:3])
+
+
 def apply_values(state: AppState, flat: FlatState, rank: int) -> None:
     """Put what is not a tensor back: hyperparameters, scheduler, sampler, random streams. Tensors already are."""
     for optimizer in state.optimizers:

@@ -113,7 +113,7 @@ class ValueLoadPlanner(DefaultLoadPlanner):
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], value)
         else:
-            self.state_dict[name] = value
+            self.original_state_dict[name] = value  # `self.state_dict` is a copy that nobody looks at again
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Refuse.
