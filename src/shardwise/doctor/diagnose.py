@@ -18,7 +18,7 @@ from shardwise.doctor.switches import gather_switches
 from shardwise.doctor.transport import predict
 from shardwise.errors import UsageError
 from shardwise.facts.machine.read import read_machine
-from shardwise.facts.machine.record import Machine, Unreadable
+from shardwise.facts.machine.record import Limits, Machine, Unreadable
 
 
 class Verdict(IntEnum):
@@ -204,7 +204,10 @@ def _why_skipped(scene: Scene) -> str:
 
 
 def _without_machine(scene: Scene, away: Unreadable) -> Scene:
-    machine = replace(scene.machine, gpus=away, pairs=(), pci={}, ib_ports=away, interfaces=away, processes=())
+    limits = Limits(memlock_bytes=away, open_files=away, stack_bytes=away)
+    machine = replace(
+        scene.machine, gpus=away, pairs=(), pci={}, ib_ports=away, interfaces=away, processes=(), limits=limits
+    )
     return replace(scene, machine=machine, predictions=away, local_hosts=frozenset())
 
 

@@ -13,6 +13,7 @@ from shardwise.facts.machine.record import Unreadable
 from shardwise.vocabulary.units import format_bandwidth, format_bytes, format_seconds
 
 _WIDTH = 100
+_MAX_SUBJECTS = 3
 _MARKS = {Severity.FAULT: "FAULT", Severity.LOSS: "SLOW", Severity.RISK: "RISK", Severity.NOTE: "note"}
 _SURE = {
     Certainty.MEASURED: "measured",
@@ -34,7 +35,7 @@ def render_text(diagnosis: Diagnosis) -> str:
     if diagnosis.notes:
         lines.append("Notes")
         for note in diagnosis.notes:
-            lines += _wrap(f"{note.subject}: {note.headline}. {note.fix}", "  - ", "    ")
+            lines += _wrap(f"{_subject(note)}: {note.headline}. {note.fix}", "  - ", "    ")
         lines.append("")
     if diagnosis.gaps:
         lines.append("Could not be read (and so is not called healthy)")
@@ -114,7 +115,7 @@ def _reading(reading: object) -> str:
 
 
 def _finding(number: int, finding: Finding, scene: Scene) -> list[str]:
-    lines = _wrap(f"{number}. [{_MARKS[finding.severity]}] {finding.subject}: {finding.headline}", "", "   ")
+    lines = _wrap(f"{number}. [{_MARKS[finding.severity]}] {_subject(finding)}: {finding.headline}", "", "   ")
     if finding.cost is not None:
         lines += _wrap(f"Cost      {_cost(finding.cost, scene.wire_bytes_per_step)}", "   ", "             ")
     for evidence in finding.evidence:
@@ -127,6 +128,14 @@ def _finding(number: int, finding: Finding, scene: Scene) -> list[str]:
     if finding.reference:
         lines += _wrap(f"See       {finding.reference}", "   ", "             ")
     return lines
+
+
+def _subject(finding: Finding) -> str:
+    """The subject, with long lists cut; the JSON page has all of them."""
+    parts = finding.subject.split(", ")
+    if len(parts) <= _MAX_SUBJECTS:
+        return finding.subject
+    return ", ".join(parts[:_MAX_SUBJECTS]) + f" and {len(parts) - _MAX_SUBJECTS} more"
 
 
 def _cost(cost: Cost, wire_bytes: int | None) -> str:

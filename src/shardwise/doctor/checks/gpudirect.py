@@ -74,7 +74,7 @@ def _one_sided(scene: Scene) -> Finding | None:
                 subject=lacking.host or "one host",
                 severity=Severity.LOSS,
                 certainty=Certainty.READ,
-                headline=f"GPUDirect RDMA works on one side only: {lacking.host or 'one host'} goes through host memory",
+                headline=f"GPUDirect RDMA works on one side only, not on {lacking.host or 'one host'}",
                 evidence=tuple(
                     Evidence(
                         what=f"{edge.source_rank} -> {edge.target_rank} [{edge.direction}]",

@@ -166,7 +166,7 @@ def _finding(
         certainty=Certainty.MEASURED if measured else Certainty.READ,
         headline=headline,
         evidence=tuple(evidence),
-        fix=f"Unset {' and '.join(names)} in {setting.source}."
+        fix=f"Unset {' and '.join(names)} {_where(setting)}."
         if severity > Severity.NOTE
         else f"Nothing to gain from {variable.name}; remove it so that it misleads nobody.",
         proof=AbTest(
@@ -177,6 +177,12 @@ def _finding(
         cost=cost,
         reference="NVIDIA/nccl-tests#166, huggingface/accelerate#2328" if variable.scope == "p2p" else "",
     )
+
+
+def _where(setting: Setting) -> str:
+    if setting.source.startswith(("log", "process")):
+        return f"where that job is started ({setting.source})"
+    return f"in {setting.source}"
 
 
 def _launcher_hint(scene: Scene, variable: Variable) -> Evidence | None:

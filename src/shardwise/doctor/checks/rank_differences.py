@@ -38,12 +38,14 @@ def _compare(ranks: Mapping[str, Mapping[str, str]], source: str) -> Iterator[Fi
         by_value: dict[str, list[str]] = {}
         for rank, values in ranks.items():
             by_value.setdefault(values.get(name, "not set"), []).append(rank)
+        # In a log a missing line may also have been filtered out; in an environment it is not there.
+        only_missing = source == "log" and len(by_value.keys() - {"not set"}) == 1
         if len(by_value) > 1:
             yield Finding(
                 check=CHECK.id,
                 subject=name,
-                severity=Severity.FAULT,
-                certainty=Certainty.READ,
+                severity=Severity.RISK if only_missing else Severity.FAULT,
+                certainty=Certainty.POSSIBLE if only_missing else Certainty.READ,
                 headline=f"{name} differs between ranks: {', '.join(by_value)}",
                 evidence=tuple(
                     Evidence(what=f"{name}={value}", value=_some(found), source=source)

@@ -42,7 +42,7 @@ def look(scene: Scene) -> Iterator[Answer]:
         )
     elif shm.free_bytes < value("shm_comfortable_bytes"):
         yield _finding(
-            Severity.RISK,
+            Severity.RISK if need else Severity.NOTE,
             Certainty.READ,
             f"only {format_bytes(shm.free_bytes)} free in /dev/shm; data loaders and communicators will fill it",
             evidence,

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 from shardwise.facts.machine.record import GpuCard, NvLink, P2pStatus, PathType, Reading, Unreadable
 
+T = TypeVar("T")
 _NUM_LINKS = 18
 _FIELD_SPEED, _FIELD_TX, _FIELD_RX = 90, 138, 139
 """NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON, ..._THROUGHPUT_DATA_TX, ..._THROUGHPUT_DATA_RX (KiB)."""
@@ -41,29 +43,17 @@ def ask_nvml(module: Any = None) -> Reading[dict[str, Any]]:
     Returns:
         `{"driver": str, "gpus": [...], "pairs": [...]}`, or why NVML cannot be asked.
     """
-    if module is None:
-        try:
-            module = importlib.import_module("pynvml")
-        except ImportError:
-            return Unreadable(why="NVML: the package nvidia-ml-py is not installed", command="pip install nvidia-ml-py")
-    try:
-        module.nvmlInit()
-    except Exception as error:
-        return Unreadable(why=f"NVML: {_reason(error)}", command="nvidia-smi")
-    try:
-        count = int(module.nvmlDeviceGetCount())
-        handles = [module.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+
+    def ask(nvml: Any) -> Reading[dict[str, Any]]:
+        count = int(nvml.nvmlDeviceGetCount())
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         return {
-            "driver": _ask(module.nvmlSystemGetDriverVersion),
-            "gpus": [_ask_card(module, handle) for handle in handles],
-            "pairs": [
-                _ask_pair(module, handles, a, b) for a in range(count) for b in range(a + 1, count)
-            ],
-        }  # fmt: skip
-    except Exception as error:
-        return Unreadable(why=f"NVML: {_reason(error)}", command="nvidia-smi")
-    finally:
-        module.nvmlShutdown()
+            "driver": _ask(nvml.nvmlSystemGetDriverVersion),
+            "gpus": [_ask_card(nvml, handle) for handle in handles],
+            "pairs": [_ask_pair(nvml, handles, a, b) for a in range(count) for b in range(a + 1, count)],
+        }
+
+    return _with_nvml(module, ask)
 
 
 def _reason(error: Exception) -> str:
@@ -250,11 +240,57 @@ def both_ways(statuses: Any) -> Reading[P2pStatus]:
     return P2pStatus(max(numbers))
 
 
+@dataclass(frozen=True, kw_only=True)
+class LinkSample:
+    """The link and the clocks of one card at one moment."""
+
+    generation: int
+    width: int
+    slowdowns: tuple[str, ...]
+
+
 def read_nvlink_traffic(module: Any = None) -> Reading[tuple[int, ...]]:
     """NVLink bytes moved by each card since the driver was loaded; for a difference over a measurement."""
-    answer = ask_nvml(module)
-    if isinstance(answer, Unreadable):
-        return answer
-    counts = [card["nvlink_traffic_bytes"] for card in answer["gpus"]]
-    bad = next((count for count in counts if isinstance(count, Unreadable)), None)
-    return bad if bad is not None else tuple(counts)
+
+    def ask(nvml: Any) -> Reading[tuple[int, ...]]:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        counts = [_ask_traffic(nvml, handle) for handle in handles]
+        bad = next((count for count in counts if isinstance(count, Unreadable)), None)
+        return bad if bad is not None else tuple(counts)
+
+    return _with_nvml(module, ask)
+
+
+def sample_link(index: int, module: Any = None) -> Reading[LinkSample]:
+    """Generation and width of a card's PCIe link, and what holds its clocks down, right now."""
+
+    def ask(nvml: Any) -> Reading[LinkSample]:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        reasons = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
+        mask = _ask(reasons or nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+        return LinkSample(
+            generation=int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
+            width=int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
+            slowdowns=() if isinstance(mask, Unreadable) else slowdown_names(int(mask)),
+        )
+
+    return _with_nvml(module, ask)
+
+
+def _with_nvml(module: Any, ask: Callable[[Any], Reading[T]]) -> Reading[T]:
+    """Opens NVML for one question; whatever goes wrong becomes an `Unreadable`."""
+    if module is None:
+        try:
+            module = importlib.import_module("pynvml")
+        except ImportError:
+            return Unreadable(why="NVML: the package nvidia-ml-py is not installed", command="pip install nvidia-ml-py")
+    try:
+        module.nvmlInit()
+    except Exception as error:
+        return Unreadable(why=f"NVML: {_reason(error)}", command="nvidia-smi")
+    try:
+        return ask(module)
+    except Exception as error:
+        return Unreadable(why=f"NVML: {_reason(error)}", command="nvidia-smi")
+    finally:
+        module.nvmlShutdown()
