@@ -165,3 +165,5 @@ def test_the_effective_batch_in_words() -> None:
     text = plan([10] * 20, num_ranks=2).describe()
     assert "2 x 2 x 2 ranks = 8 sequences = about 80 tokens a step" in text
     assert "the remaining sequences (4) form a smaller last step" in text
+    uneven = plan([10] * 32, num_ranks=3).describe()
+    assert "2 x 2 x 3 ranks = 12 sequences, of which 4 stay empty: the global batch is 8" in uneven

@@ -56,10 +56,10 @@ def test_shifted_labels_never_cross_documents(tokenized: TokenizedSet, layout: L
     rows = ((0,), (1,), (2,)) if layout == "padded" else ((0, 1), (2,))
     batch = collate(tokenized, MicroBatch(rows=rows), options(layout))
     targets = batch.labels[:, 1:]
-    learnt = targets != -100
-    assert int(learnt.sum()) == batch.num_supervised_tokens == 2 + 2 + 1
-    # every learnt token is of the same sample as the token that predicts it: tens digit, by construction
-    assert torch.equal(batch.input_ids[:, :-1][learnt] // 10, targets[learnt] // 10)
+    learned = targets != -100
+    assert int(learned.sum()) == batch.num_supervised_tokens == 2 + 2 + 1
+    # every learned token is of the same sample as the token that predicts it: tens digit, by construction
+    assert torch.equal(batch.input_ids[:, :-1][learned] // 10, targets[learned] // 10)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "flat"])
@@ -119,18 +119,34 @@ def _losses(model: Any, batch: Batch, **attention: Any) -> torch.Tensor:
     )
 
 
+def _alone(model: Any, tokenized: TokenizedSet) -> torch.Tensor:
+    """The loss of each document by itself, summed."""
+    batches = [collate(tokenized, MicroBatch(rows=((i,),)), options(pad_to_multiple_of=1)) for i in range(3)]
+    return torch.stack([_losses(model, batch) for batch in batches]).sum()
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed", "flat"])
 def test_every_layout_gives_the_loss_of_the_documents_alone(
     model: Any, tokenized: TokenizedSet, layout: Layout
-) -> None:  # fmt: skip
+) -> None:
     """No contamination: packed with the mask equals one document at a time."""
-    alone = sum(
-        _losses(model, collate(tokenized, MicroBatch(rows=((i,),)), options(pad_to_multiple_of=1))) for i in range(3)
-    )
     rows = ((0,), (1,), (2,)) if layout == "padded" else ((0, 2), (1,))
     batch = collate(tokenized, MicroBatch(rows=rows), options(layout))
     mask = batch.attention_mask if batch.document_ids is None else document_causal_mask(batch.document_ids)
-    torch.testing.assert_close(_losses(model, batch, attention_mask=mask), alone, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(_losses(model, batch, attention_mask=mask), _alone(model, tokenized))
+    unmasked = _losses(model, batch)  # transformers finds restarting positions itself, if it gets no mask
+    torch.testing.assert_close(unmasked, _alone(model, tokenized))
+
+
+def test_the_additive_mask_suits_eager_attention(
+    model: Any, tokenized: TokenizedSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = collate(tokenized, MicroBatch(rows=((0, 2), (1,))), options("packed"))
+    assert batch.document_ids is not None
+    mask = document_causal_mask(batch.document_ids, torch.float32)
+    for attention in ("sdpa", "eager"):
+        monkeypatch.setattr(model.config, "_attn_implementation", attention)
+        torch.testing.assert_close(_losses(model, batch, attention_mask=mask), _alone(model, tokenized))
 
 
 def test_a_plan_collates_to_every_supervised_token() -> None:

@@ -40,7 +40,7 @@ def test_what_the_model_sees(write: Write, make_tokenizer: MakeTokenizer) -> Non
     text = render_preview(found)
     assert "<|im_start|>assistant\n⟦the answer<|im_end|>⟧\n" in text
     assert "cut at max_length 32: 1 rows" in text
-    assert "learnt tokens found by: prefix 2" in text
+    assert "learned tokens found by: prefix 2" in text
     assert "\x1b[32m⟦the answer" in render_preview(found, color=True)
     json.dumps(dataclasses.asdict(found))
 

@@ -1,4 +1,4 @@
-"""Which characters and tokens are learnt, by each of the three paths."""
+"""Which characters and tokens are learned, by each of the three paths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def conversation(*texts: str, **more: Any) -> ChatExample:
     return ChatExample(messages=made, **more)
 
 
-def learnt(tokenizer: Any, example: ChatExample | CompletionExample | TextExample, **options: Any) -> list[str]:
+def learned(tokenizer: Any, example: ChatExample | CompletionExample | TextExample, **options: Any) -> list[str]:
     rendered = Renderer(tokenizer, DataOptions(source="x", **options)).render(example)
     return [rendered.text[start:end] for start, end in rendered.spans]
 
@@ -46,7 +46,7 @@ def encode(tokenizer: Any, example: Example, **options: Any) -> tuple[list[int],
     return chunk.input_ids.tolist(), chunk.supervised.tolist(), chunk
 
 
-def learnt_tokens(tokenizer: Any, example: Example, **options: Any) -> str:
+def learned_tokens(tokenizer: Any, example: Example, **options: Any) -> str:
     ids, marks, _ = encode(tokenizer, example, **options)
     return tokenizer.decode([token for token, mark in zip(ids, marks, strict=True) if mark])
 
@@ -56,8 +56,8 @@ def test_both_paths_learn_the_answers_and_the_end_of_turn(make_tokenizer: MakeTo
     for template, expected in ((PLAIN_TEMPLATE, "prefix"), (MARKED_TEMPLATE, "marks")):
         tokenizer = make_tokenizer(template)
         assert path(tokenizer, example) == expected
-        assert learnt(tokenizer, example) == ["the wire<|im_end|>", "of a layer\n<|im_end|>"]
-        assert learnt_tokens(tokenizer, example) == "the wire<|im_end|>of a layer\n<|im_end|>"
+        assert learned(tokenizer, example) == ["the wire<|im_end|>", "of a layer\n<|im_end|>"]
+        assert learned_tokens(tokenizer, example) == "the wire<|im_end|>of a layer\n<|im_end|>"
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), min_size=1, max_size=20).filter(str.strip)
@@ -87,9 +87,9 @@ def test_our_marks_are_transformers_own(make_tokenizer: MakeTokenizer) -> None:
     assert sum(marks) - sum(theirs["assistant_masks"]) <= 2
 
 
-def test_tokens_of_spaces_only_are_learnt(make_tokenizer: MakeTokenizer) -> None:
+def test_tokens_of_spaces_only_are_learned(make_tokenizer: MakeTokenizer) -> None:
     """Offsets without leading spaces would leave the indentation of code out."""
-    assert learnt_tokens(make_tokenizer(), conversation("x", "a\n    if x:\n        b ")) == (
+    assert learned_tokens(make_tokenizer(), conversation("x", "a\n    if x:\n        b ")) == (
         "a\n    if x:\n        b <|im_end|>"
     )
 
@@ -97,37 +97,37 @@ def test_tokens_of_spaces_only_are_learnt(make_tokenizer: MakeTokenizer) -> None
 def test_a_template_that_rewrites_earlier_turns_is_probed(make_tokenizer: MakeTokenizer) -> None:
     tokenizer, example = make_tokenizer(THINKING_TEMPLATE), conversation("q", "one", "q2", "two")
     assert path(tokenizer, example) == "probe"
-    assert learnt(tokenizer, example) == ["one<|im_end|>", "two<|im_end|>"]
+    assert learned(tokenizer, example) == ["one<|im_end|>", "two<|im_end|>"]
 
 
-def test_empty_reasoning_is_prompt_and_real_reasoning_is_learnt(make_tokenizer: MakeTokenizer) -> None:
+def test_empty_reasoning_is_prompt_and_real_reasoning_is_learned(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(THINKING_TEMPLATE)
-    assert learnt(tokenizer, conversation("q", "two")) == ["two<|im_end|>"]
+    assert learned(tokenizer, conversation("q", "two")) == ["two<|im_end|>"]
     message = {"role": "assistant", "content": "two", "reasoning_content": "so"}
     example = ChatExample(messages=({"role": "user", "content": "q"}, message))
-    assert learnt(tokenizer, example) == ["<think>\nso\n</think>\n\ntwo<|im_end|>"]
+    assert learned(tokenizer, example) == ["<think>\nso\n</think>\n\ntwo<|im_end|>"]
 
 
 def test_a_conversation_that_starts_with_the_assistant(make_tokenizer: MakeTokenizer) -> None:
     example = ChatExample(messages=({"role": "assistant", "content": "hi"}, {"role": "user", "content": "q"}))
-    assert learnt(make_tokenizer(), example) == ["hi<|im_end|>"]
+    assert learned(make_tokenizer(), example) == ["hi<|im_end|>"]
 
 
 def test_a_token_at_the_very_end_only(make_tokenizer: MakeTokenizer) -> None:
     """A template that closes the whole text makes no rendering a prefix of it, and must not confuse the search."""
     tokenizer = make_tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}</doc>")
     example = conversation("q", "one", "q2", "two")
-    assert learnt(tokenizer, example) == ["one<|im_end|>", "two<|im_end|>"]
+    assert learned(tokenizer, example) == ["one<|im_end|>", "two<|im_end|>"]
 
 
 def test_what_is_unclear_is_a_problem_and_never_a_guess(make_tokenizer: MakeTokenizer) -> None:
     doubled = make_tokenizer("{% for m in messages %}{{ m.content }}/{{ m.content }};{% endfor %}</doc>")
     with pytest.raises(RowProblem, match=r"changes more than the content of messages\[1\]"):
-        learnt(doubled, conversation("q", "one"))
+        learned(doubled, conversation("q", "one"))
     message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     example = ChatExample(messages=({"role": "user", "content": "q"}, message, *conversation("q", "a").messages))
     with pytest.raises(RowProblem, match=r"messages\[1\] calls tools"):
-        learnt(make_tokenizer(THINKING_TEMPLATE), example)
+        learned(make_tokenizer(THINKING_TEMPLATE), example)
 
 
 @pytest.mark.parametrize(
@@ -140,46 +140,46 @@ def test_what_is_unclear_is_a_problem_and_never_a_guess(make_tokenizer: MakeToke
 )
 def test_a_template_that_refuses(make_tokenizer: MakeTokenizer, template: str, message: str) -> None:
     with pytest.raises(RowProblem, match=message):
-        learnt(make_tokenizer(template), conversation("q", "a"))
+        learned(make_tokenizer(template), conversation("q", "a"))
 
 
 def test_no_template_at_all(make_tokenizer: MakeTokenizer) -> None:
     with pytest.raises(DataError, match=r"no chat template to write them with\. Set chat_template_path"):
-        learnt(make_tokenizer(None), conversation("q", "a"))
+        learned(make_tokenizer(None), conversation("q", "a"))
 
 
 def test_a_file_overrides_the_template(make_tokenizer: MakeTokenizer, tmp_path: Any) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}@{{ m.content }}{% endfor %}" + TAIL)
     options = {"chat_template_path": str(file), "assistant_only_loss": False}
-    assert learnt(make_tokenizer(), conversation("q", "a"), **options) == ["@q@a"]
+    assert learned(make_tokenizer(), conversation("q", "a"), **options) == ["@q@a"]
     with pytest.raises(DataError, match="cannot be read"):
-        learnt(make_tokenizer(), conversation("q", "a"), chat_template_path=str(tmp_path / "none.jinja"))
+        learned(make_tokenizer(), conversation("q", "a"), chat_template_path=str(tmp_path / "none.jinja"))
 
 
 def test_excluded_answers(make_tokenizer: MakeTokenizer) -> None:
     for template in (PLAIN_TEMPLATE, MARKED_TEMPLATE):
         example = conversation("q", "one", "q2", "two", unsupervised=frozenset({1}))
-        assert learnt(make_tokenizer(template), example) == ["two<|im_end|>"]
+        assert learned(make_tokenizer(template), example) == ["two<|im_end|>"]
         with pytest.raises(RowProblem, match="weight 0, which needs assistant_only_loss"):
-            learnt(make_tokenizer(template), example, assistant_only_loss=False)
+            learned(make_tokenizer(template), example, assistant_only_loss=False)
 
 
 def test_a_prompt_of_messages(make_tokenizer: MakeTokenizer) -> None:
     example = conversation("q", "one", "q2", "two", num_prompt_messages=3)
-    assert learnt(make_tokenizer(), example) == ["two<|im_end|>"]
-    assert learnt(make_tokenizer(), example, completion_only_loss=False) == ["one<|im_end|>", "two<|im_end|>"]
-    assert learnt(make_tokenizer(), example, assistant_only_loss=False) == ["two<|im_end|>\n"]
+    assert learned(make_tokenizer(), example) == ["two<|im_end|>"]
+    assert learned(make_tokenizer(), example, completion_only_loss=False) == ["one<|im_end|>", "two<|im_end|>"]
+    assert learned(make_tokenizer(), example, assistant_only_loss=False) == ["two<|im_end|>\n"]
 
 
 def test_plain_completions_and_texts_end_with_eos(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer()
     example = CompletionExample(prompt="hello", completion=" world")
-    assert learnt_tokens(tokenizer, example) == " world<|im_end|>"
+    assert learned_tokens(tokenizer, example) == " world<|im_end|>"
     ids, marks, _ = encode(tokenizer, TextExample(text="hello world"))
     assert tokenizer.decode(ids) == "hello world<|im_end|>"
     assert marks == [0] + [1] * (len(ids) - 1)
-    assert learnt_tokens(tokenizer, example, completion_only_loss=False).endswith(" world<|im_end|>")
+    assert learned_tokens(tokenizer, example, completion_only_loss=False).endswith(" world<|im_end|>")
 
 
 def test_special_tokens_are_not_written_twice(make_tokenizer: MakeTokenizer) -> None:
@@ -198,14 +198,14 @@ def test_special_tokens_are_not_written_twice(make_tokenizer: MakeTokenizer) -> 
     assert tokenizer.decode([t for t, mark in zip(ids, marks, strict=True) if mark]) == " world<|im_end|>"
 
 
-def test_a_token_across_the_end_of_the_prompt_is_learnt_and_counted(make_tokenizer: MakeTokenizer) -> None:
+def test_a_token_across_the_end_of_the_prompt_is_learned_and_counted(make_tokenizer: MakeTokenizer) -> None:
     _, _, clean = encode(make_tokenizer(), CompletionExample(prompt="hello", completion=" hello"))
     assert clean.counts["num_merged_boundaries"] == 0
     tokenizer = make_tokenizer()
     example = CompletionExample(prompt="hello ", completion="hello")
     _, _, merged = encode(tokenizer, example)
     assert merged.counts["num_merged_boundaries"] == 1
-    assert learnt_tokens(tokenizer, example) == " hello<|im_end|>"
+    assert learned_tokens(tokenizer, example) == " hello<|im_end|>"
 
 
 class _Slow:

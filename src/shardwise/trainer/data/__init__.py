@@ -31,7 +31,7 @@ What the training loop needs, in the order of use:
             loss = summed_cross_entropy(...) / total        # batch.is_empty: a legal dummy, forward it, its loss is 0
         checkpoint(dataclasses.asdict(plan.state(step + 1)))
 
-[Note: labels] Labels follow the Hugging Face convention: not shifted, -100 where nothing is learnt; the loss compares
+[Note: labels] Labels follow the Hugging Face convention: not shifted, -100 where nothing is learned; the loss compares
 logits[:, :-1] with labels[:, 1:]. The first token of every document is always -100, because nothing before it in its
 own document predicts it. So `(labels != -100).sum()` is exactly the number of predicted tokens, also in a packed row,
 and no document ever predicts the start of the next one.

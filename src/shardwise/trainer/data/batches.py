@@ -142,7 +142,7 @@ class BatchPlan:
         return tuple(sample for row in self.row_indices(step).tolist() for sample in self.packing.row(row))
 
     def num_supervised_tokens(self, step: int) -> int:
-        """Predicted and learnt tokens of a step over all ranks, after the shift: what normalizes the loss."""
+        """Predicted and learned tokens of a step over all ranks, after the shift: what normalizes the loss."""
         return int(self._supervised_counts[list(self.sample_ids(step))].sum())
 
     def num_tokens(self, step: int) -> int:
@@ -213,11 +213,12 @@ class BatchPlan:
         options = self.options
         unit = f"packed rows of {self.packing.budget:,} tokens" if options.packing else "sequences"
         accumulation = math.ceil(options.global_batch / (options.micro_batch * options.num_ranks))
+        places = options.micro_batch * accumulation * options.num_ranks
         tokens = float(self.packing.row_tokens.mean()) * min(options.global_batch, self.packing.num_rows)
-        text = (
-            f"{options.micro_batch} x {accumulation} x {options.num_ranks} ranks = {options.global_batch} {unit} "
-            f"= about {tokens:,.0f} tokens a step; {self.steps_per_epoch} steps an epoch, {self.num_steps} in all"
-        )
+        text = f"{options.micro_batch} x {accumulation} x {options.num_ranks} ranks = {places} {unit}"
+        if places > options.global_batch:
+            text += f", of which {places - options.global_batch} stay empty: the global batch is {options.global_batch}"
+        text += f" = about {tokens:,.0f} tokens a step; {self.steps_per_epoch} steps an epoch, {self.num_steps} in all"
         rest = self.packing.num_rows % options.global_batch
         if rest:
             fate = "are left out of each epoch" if options.dataloader_drop_last else "form a smaller last step"
@@ -235,7 +236,7 @@ class BatchPlan:
         rows = self.row_indices(step)
         order = rows[np.lexsort((rows, -self._costs[rows]))].tolist()
         size = self.options.micro_batch
-        # Neighbours in cost are neighbours in length: the least padding, and rounds of equal weight.
+        # Neighbors in cost are neighbors in length: the least padding, and rounds of equal weight.
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def _group_cost(self, group: Sequence[int]) -> float:
@@ -294,7 +295,7 @@ def plan_batches(tokenized: TokenizedSet, options: BatchOptions) -> BatchPlan:
 def place(costs: Sequence[float], num_ranks: int) -> list[list[int | None]]:
     """Spreads micro-batches over ranks so that ranks wait little for each other.
 
-    Ranks meet after every micro-batch when parameters or gradients are sharded, so each round takes neighbours in
+    Ranks meet after every micro-batch when parameters or gradients are sharded, so each round takes neighbors in
     cost; within a round the heaviest goes to the rank that has had the least so far.
 
     Args:

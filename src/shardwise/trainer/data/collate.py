@@ -54,7 +54,7 @@ class Batch:
     input_ids: Tensor
     """Token ids. [B, T] int64"""
     labels: Tensor
-    """Not shifted, -100 where nothing is learnt ([Note: labels]). [B, T] int64"""
+    """Not shifted, -100 where nothing is learned ([Note: labels]). [B, T] int64"""
     position_ids: Tensor
     """Position in the own document, from 0. [B, T] int64"""
     attention_mask: Tensor | None = None
@@ -70,7 +70,7 @@ class Batch:
     num_tokens: int = 0
     """Tokens that are data."""
     num_supervised_tokens: int = 0
-    """Tokens that are predicted and learnt, after the shift; 0 is legal and gives a loss of 0."""
+    """Tokens that are predicted and learned, after the shift; 0 is legal and gives a loss of 0."""
 
     @property
     def is_empty(self) -> bool:
@@ -79,7 +79,7 @@ class Batch:
 
     @property
     def is_all_masked(self) -> bool:
-        """True if nothing in it is learnt: a mean over its labels would be 0 / 0."""
+        """True if nothing in it is learned: a mean over its labels would be 0 / 0."""
         return self.num_supervised_tokens == 0
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
@@ -136,20 +136,28 @@ def collate(tokenized: TokenizedSet, micro: MicroBatch, options: CollateOptions)
     )
 
 
-def document_causal_mask(document_ids: Tensor) -> Tensor:
+def document_causal_mask(document_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The exact mask for scaled_dot_product_attention: causal, and never across documents.
+
+    The fallback where no variable-length attention exists: it takes T x T entries a row.
 
     Args:
         document_ids: Number of the document of each token. [B, T]
+        dtype: None for a bool mask, which only scaled_dot_product_attention understands. A floating dtype gives the
+            mask to be added to the scores, which transformers' `eager` attention needs: it would add True as 1, and
+            let every token see every other, without an error.
 
     Returns:
-        True where a query (third dim) may look at a key (fourth dim); T x T bytes a row, so for short rows or as the
-        fallback where no variable-length attention exists. [B, 1, T, T] bool
+        True, or 0, where a query (third dim) may look at a key (fourth dim); False, or the least number of `dtype`,
+        elsewhere. [B, 1, T, T]
     """
     same_document = document_ids[:, None, :, None] == document_ids[:, None, None, :]  # [B, 1, T, T]
     num_tokens = document_ids.shape[1]
     causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=document_ids.device).tril()  # [T, T]
-    return same_document & causal
+    allowed = same_document & causal
+    if dtype is None:
+        return allowed
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def _row_length(longest: int, options: CollateOptions) -> int:

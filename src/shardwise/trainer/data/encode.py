@@ -1,9 +1,9 @@
-"""Examples as token ids, with a mark on every token that is learnt.
+"""Examples as token ids, with a mark on every token that is learned.
 
 [Note: coverage] A token covers the characters from the end of the token before it to its own end. Offsets as the
 tokenizer reports them leave out leading spaces (a token of spaces only, as in indented code, would cover nothing), and
-bytes of one character share its offsets; coverage has neither problem. A token is learnt if it covers a learnt
-character. Where a token covers both sides of a prompt's end it counts as learnt, and the case is counted: at
+bytes of one character share its offsets; coverage has neither problem. A token is learned if it covers a learned
+character. Where a token covers both sides of a prompt's end it counts as learned, and the case is counted: at
 inference the prompt alone is tokenized otherwise.
 """
 
@@ -34,7 +34,7 @@ class EncodedChunk:
     input_ids: NDArray[np.int32]
     """Token ids of all kept rows, one after the other. [tokens]"""
     supervised: NDArray[np.uint8]
-    """1 where learnt. [tokens]"""
+    """1 where learned. [tokens]"""
     lengths: NDArray[np.int64]
     """Tokens of each kept row. [kept rows]"""
     rows: NDArray[np.int64]
@@ -42,7 +42,7 @@ class EncodedChunk:
     counts: Counter[str]
     """Names of TokenizeReport's counts, and `path:<name>`."""
     lost_rows: tuple[int, ...] = ()
-    """The first rows that truncation left without a learnt token."""
+    """The first rows that truncation left without a learned token."""
     unsupervised_rows: tuple[int, ...] = ()
     """The first rows that never had one."""
     problems: tuple[tuple[int, str], ...] = ()

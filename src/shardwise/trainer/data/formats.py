@@ -4,8 +4,8 @@
     conversations               [{from, value}]              the same in ShareGPT's words
     instruction, input, output  text                         a conversation of one turn; `system`, `history` too
     prompt, completion          text, or lists of messages   text is taken as it is, without a template
-    text                        text                         everything is learnt
-    input_ids, labels           token ids                    labels -100 where nothing is learnt
+    text                        text                         everything is learned
+    input_ids, labels           token ids                    labels -100 where nothing is learned
 
 The first row decides the form for the whole source. `column_map` renames columns before.
 """
@@ -61,7 +61,7 @@ class TokenExample:
 
     input_ids: tuple[int, ...]
     supervised: tuple[bool, ...]
-    """Whether each token is learnt. [tokens]"""
+    """Whether each token is learned. [tokens]"""
 
 
 Example = ChatExample | CompletionExample | TextExample | TokenExample

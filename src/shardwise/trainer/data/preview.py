@@ -50,12 +50,12 @@ class LengthDistribution:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Some text of a sample, all learnt or all not."""
+    """Some text of a sample, all learned or all not."""
 
     text: str
     """As the tokenizer decodes it."""
     supervised: bool
-    """Whether it is learnt."""
+    """Whether it is learned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class SamplePreview:
     num_tokens: int
     """Tokens after truncation; 0 without a tokenizer."""
     num_supervised_tokens: int
-    """Tokens that are learnt; 0 without a tokenizer."""
+    """Tokens that are learned; 0 without a tokenizer."""
     pieces: tuple[Piece, ...]
     """Its text, in order."""
 
@@ -157,7 +157,7 @@ def preview(options: DataOptions, tokenizer: Any | None = None, num_samples: int
         if tokenized.report.num_truncated_rows:  # once more without a limit, to show how long the rows really are
             whole = prepare(dataclasses.replace(options, max_length=_NO_LIMIT), tokenizer)
         return _with_tokens(result, tokenized, whole.lengths, tokenizer)
-    except DataError as error:  # nothing, or everything, is learnt: the rendered text shows why
+    except DataError as error:  # nothing, or everything, is learned: the rendered text shows why
         renderer = Renderer(tokenizer, options)
         return dataclasses.replace(
             result, refusal=str(error), samples=tuple(_rendered_sample(one, renderer) for one in first)
@@ -184,7 +184,7 @@ def _with_tokens(
 
 
 def sample_preview(tokenized: TokenizedSet, index: int, tokenizer: Any) -> SamplePreview:
-    """One sample of a set, decoded in runs of learnt and not learnt tokens."""
+    """One sample of a set, decoded in runs of learned and not learned tokens."""
     ids, marks = tokenized.sample(index)
     borders = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(ids)]
     pieces = tuple(
@@ -247,8 +247,8 @@ def _rendered_sample(one: NumberedExample, renderer: Renderer) -> SamplePreview:
 
 
 def render_preview(found: DataPreview, *, color: bool = False) -> str:
-    """The preview as text for a terminal; learnt tokens stand in ⟦ ⟧, and in green with `color`."""
-    lines = [f"{found.source}: {found.num_rows:,} rows, {found.form}"]
+    """The preview as text for a terminal; learned tokens stand in ⟦ ⟧, and in green with `color`."""
+    lines = [f"{found.source}: {found.num_rows:,} rows, {found.form}"] if found.tokenized is None else []
     if found.num_bad_rows:
         lines.append(f"{found.num_bad_rows:,} rows cannot be used:")
         lines += [f"  {visible(problem)}" for problem in found.problems]
@@ -280,24 +280,18 @@ def _length_lines(lengths: LengthDistribution) -> list[str]:
 
 
 def _token_lines(found: DataPreview, report: TokenizeReport) -> list[str]:
-    lines = [
-        f"{report.num_samples:,} samples, {report.num_tokens:,} tokens, {report.num_supervised_tokens:,} learnt "
-        f"({format_percent(report.supervised_share, 1)})",
-        f"cut at max_length {report.max_length:,}: {report.num_truncated_rows:,} rows, "
-        f"{report.num_truncated_tokens:,} tokens lost, {report.num_lost_rows:,} rows dropped",
-    ]
+    lines = [visible(line) for line in report.describe()]
     if found.packing_efficiency is not None and found.padding_efficiency is not None:
         lines.append(
             f"packed into {found.num_packed_rows:,} rows of {report.max_length:,} tokens: "
             f"{format_percent(found.packing_efficiency, 1)} data; padded to the longest: "
             f"{format_percent(found.padding_efficiency, 1)}"
         )
-    paths = ", ".join(f"{name} {count:,}" for name, count in report.mask_paths.items())
-    return [*lines, f"learnt tokens found by: {paths}", *(visible(note) for note in report.notes[1:])]
+    return lines
 
 
 def _sample_lines(sample: SamplePreview, found: DataPreview, color: bool) -> Sequence[str]:
-    counts = f", {sample.num_tokens:,} tokens, {sample.num_supervised_tokens:,} learnt" if found.tokenized else ""
+    counts = f", {sample.num_tokens:,} tokens, {sample.num_supervised_tokens:,} learned" if found.tokenized else ""
     on, off = (_MARK_COLOR, _PLAIN_COLOR) if color else ("", "")
     text = "".join(
         f"{on}{_OPEN}{visible(piece.text)}{_CLOSE}{off}" if piece.supervised else visible(piece.text)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.vocabulary.units import format_percent
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeReport:
@@ -26,7 +28,7 @@ class TokenizeReport:
     num_tokens: int
     """Tokens of all samples, after truncation."""
     num_supervised_tokens: int
-    """Tokens that are predicted and learnt, after truncation and after the shift ([Note: labels])."""
+    """Tokens that are predicted and learned, after truncation and after the shift ([Note: labels])."""
     max_length: int
     """The limit that truncated."""
     num_truncated_rows: int = 0
@@ -51,6 +53,18 @@ class TokenizeReport:
         """Supervised tokens over all tokens, 0 to 1."""
         return self.num_supervised_tokens / self.num_tokens if self.num_tokens else 0.0
 
+    def describe(self) -> tuple[str, ...]:
+        """What a run should say about its data before step 0, a line each: sizes, truncation, masks, notes."""
+        paths = ", ".join(f"{name} {count:,}" for name, count in self.mask_paths.items())
+        return (
+            f"{self.num_samples:,} samples, {self.num_tokens:,} tokens, {self.num_supervised_tokens:,} learned "
+            f"({format_percent(self.supervised_share, 1)})",
+            f"cut at max_length {self.max_length:,}: {self.num_truncated_rows:,} rows, "
+            f"{self.num_truncated_tokens:,} tokens lost, {self.num_lost_rows:,} rows dropped",
+            f"learned tokens found by: {paths}",
+            *self.notes,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenizedSet:
@@ -62,7 +76,7 @@ class TokenizedSet:
     input_ids: NDArray[np.int32]
     """Token ids of all samples, one after the other. [num_tokens]"""
     supervised: NDArray[np.uint8]
-    """1 where the token is learnt; always 0 at the first token of a sample ([Note: labels]). [num_tokens]"""
+    """1 where the token is learned; always 0 at the first token of a sample ([Note: labels]). [num_tokens]"""
     offsets: NDArray[np.int64]
     """Where each sample starts, and the end. [num_samples + 1]"""
     supervised_counts: NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""An example as text, with the characters that are learnt.
+"""An example as text, with the characters that are learned.
 
 [Note: three paths] Which characters of a rendered conversation are the assistant's?
 
@@ -15,7 +15,7 @@ All three end with the token that ends the turn, without the line break that man
 never has to produce that. Where none of them is certain the row is a problem, never a guess.
 
 [Note: empty reasoning] Some templates write `<think></think>` before an answer that has no reasoning. The model gets
-it as part of the prompt when thinking is off, so it is not learnt. Reasoning that the data contain is learnt.
+it as part of the prompt when thinking is off, so it is not learned. Reasoning that the data contain is learned.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """Text, and what of it is learnt."""
+    """Text, and what of it is learned."""
 
     text: str
     """What is tokenized."""
     spans: tuple[tuple[int, int], ...]
-    """Characters that are learnt: starts and ends, in order."""
+    """Characters that are learned: starts and ends, in order."""
     path: str
     """How they were found: `all`, `completion`, `marks`, `prefix` or `probe` ([Note: three paths])."""
     add_special_tokens: bool = False
     """Whether the tokenizer adds its own first token; a chat template writes it itself."""
     append_eos: bool = False
-    """Whether the end-of-text token follows, and is learnt."""
+    """Whether the end-of-text token follows, and is learned."""
 
 
 class Renderer:
@@ -68,7 +68,7 @@ class Renderer:
         self._special_tokens = tuple(sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True))
 
     def render(self, example: ChatExample | CompletionExample | TextExample) -> Rendered:
-        """The text of an example and its learnt characters.
+        """The text of an example and its learned characters.
 
         Raises:
             RowProblem: The template refuses the conversation, or the assistant's part cannot be found for certain.
@@ -101,19 +101,19 @@ class Renderer:
             start = chat.prompt_length(first, text) if first else 0
             return Rendered(text=text, spans=((start, len(text)),), path="completion" if start else "all")
         answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        learnt = [index for index in answers if index >= first and index not in example.unsupervised]
-        if learnt == answers and _MARKS.search(template):
+        learned = [index for index in answers if index >= first and index not in example.unsupervised]
+        if learned == answers and _MARKS.search(template):
             text, spans = chat.marks()
             if spans:
                 return self._rendered(text, list(zip(spans, self._messages_of(spans, chat), strict=True)), "marks")
-        return self._search(chat, learnt)
+        return self._search(chat, learned)
 
-    def _search(self, chat: _Chat, learnt: Sequence[int]) -> Rendered:
+    def _search(self, chat: _Chat, learned: Sequence[int]) -> Rendered:
         """The paths without marks, message by message."""
         text = chat.render(len(chat.messages))
         found: list[tuple[tuple[int, int], Message]] = []
         path = "prefix"
-        for index in learnt:
+        for index in learned:
             span = chat.prefix_span(index, text)
             if span is None:
                 span, path = chat.probe_span(index, text, self._special_tokens), "probe"
