@@ -34,6 +34,8 @@ class Options:
     """cuda where there is a card, else cpu, if nothing is said."""
     checkpoint_dir: str | None = None
     """The folder whose disk is measured; that of --out, or the current one, if nothing is said."""
+    budget: float | None = None
+    """Seconds after which nothing more is measured, from the start; 15 (quick) or 95 if nothing is said."""
     inventory: bool = False
     """Only look, measure nothing: no torch, no root, no context on any card."""
     out: str | None = None
@@ -69,6 +71,7 @@ def probe_options(options: Options) -> ProbeOptions:
         device=options.device,
         checkpoint_dir=Path(options.checkpoint_dir) if options.checkpoint_dir is not None else None,
         out=Path(options.out) if options.out is not None else None,
+        budget_seconds=options.budget,
         progress=_say,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.facts import catalog
@@ -20,16 +20,19 @@ from shardwise.vocabulary.cluster import (
     RatePoint,
 )
 from shardwise.vocabulary.timeline import bus_factor
-from shardwise.vocabulary.units import KIB, format_bytes
+from shardwise.vocabulary.units import KIB, MIB, format_bytes
 
 SMALL_BYTES = 4 * KIB
 """Up to this size a message's time is latency."""
+FASTER_THAN_PCIE = 130e9
+"""Bytes a second one way; PCIe 6 x16 carries 126e9. Tells NVLink apart where the driver cannot be asked."""
 SAME_CARD = 0.05
 """A card whose memory differs by more from the catalogue's is another variant."""
 BUSY = 0.5
 """Load a core from which a measurement is said to have been disturbed."""
-FITTED_FROM_BYTES = 64 * KIB
-"""The line is fitted from here up; smaller messages use other protocols, with a kink between."""
+FITTED_FROM_BYTES = (MIB, 64 * KIB)
+"""The line is fitted from the first of these sizes up that leaves three points. Small messages use other protocols,
+with a kink between, and ride in the buffers of switches and shapers; their times belong to the table, not the line."""
 
 
 def build_report(findings: Findings, today: datetime.date | None = None) -> ProbeReport:
@@ -92,12 +95,14 @@ def _assumptions(findings: Findings) -> Iterable[str]:
 def _gpu(findings: Findings) -> Gpu:
     """The card by its data sheet if the catalogue knows it, else by what was measured; memory as the driver has it."""
     first = findings.ranks[0]
-    memory = min(rank.device_memory_bytes for rank in findings.ranks)
-    cuda = [rank.cuda_memory_bytes for rank in findings.ranks if rank.cuda_memory_bytes is not None]
+    usable = min(rank.device_memory_bytes for rank in findings.ranks)
+    cuda = None if first.architecture == "cpu" else usable
+    cards = [card for each in findings.inventories for card in each.cards if card.name == first.device_name]
+    memory = min((card.memory_bytes for card in cards if card.memory_bytes is not None), default=usable)
     if catalog.knows("gpus", first.device_name):
         known = catalog.gpu(first.device_name)
         if abs(known.memory_bytes / memory - 1) < SAME_CARD:
-            return replace(known, memory_bytes=memory, cuda_memory_bytes=min(cuda, default=None))
+            return replace(known, memory_bytes=memory, cuda_memory_bytes=cuda)
     peak: dict[str, float] = {}
     for record in findings.rates:
         if record.what == "matmul":
@@ -106,7 +111,7 @@ def _gpu(findings: Findings) -> Gpu:
     return Gpu(
         name=cores + first.device_name,
         memory_bytes=memory,
-        cuda_memory_bytes=min(cuda, default=None),
+        cuda_memory_bytes=cuda,
         peak_flops=peak,
         memory_bandwidth_bytes_per_s=findings.copy_bytes_per_s,
         architecture=first.architecture,
@@ -171,11 +176,20 @@ def curves_of(records: Iterable[WireRecord]) -> tuple[CollectiveCurve, ...]:
     return tuple(found.values())
 
 
+def fitted_points(points: Sequence[CurvePoint]) -> Sequence[CurvePoint]:
+    """The sizes that the line is fitted to: the large ones if there are three, else whatever there is."""
+    for smallest in FITTED_FROM_BYTES:
+        large = [point for point in points if point.bytes >= smallest]
+        if len(large) >= 3:
+            return large
+    return points[-2:]
+
+
 def fit_all(records: Iterable[WireRecord]) -> Iterable[Fit]:
     """The line through each table, and both ways of predicting judged at left-out sizes."""
     for (_, grouping), members in _by_curve(records).items():
         points = points_of(members)
-        fitted = [point for point in points if point.bytes >= FITTED_FROM_BYTES]
+        fitted = fitted_points(points)
         if len(fitted) < 3:
             continue
         line = fit_line(fitted)
@@ -204,7 +218,7 @@ def _link(findings: Findings, scope: Scope) -> Link | None:
     widest = max(record.ranks for record in reference)
     reference = [record for record in reference if record.ranks == widest]
     points = points_of(record for record in reference if record.grouping == reference[0].grouping)
-    large = [point for point in points if point.bytes >= FITTED_FROM_BYTES] or list(points[-1:])
+    large = fitted_points(points)
     line = fit_line(large)
     factor = bus_factor(reference[0].op, widest)
     attained = (
@@ -213,7 +227,7 @@ def _link(findings: Findings, scope: Scope) -> Link | None:
     small = [point.seconds for point in points if point.bytes <= SMALL_BYTES] or [points[0].seconds]
     error = left_out_error(large, predict_by_line)
     checked = f"; off by {100 * error:.0f} % on average at sizes left out of it" if error is not None else ""
-    kind = _link_kind(findings, scope)
+    kind = _link_kind(findings, scope, attained)
     nominal = _line_rate(findings, kind) or attained
     return Link(
         name=f"measured-{kind.replace('_', '-')}",
@@ -231,7 +245,7 @@ def _link(findings: Findings, scope: Scope) -> Link | None:
     )
 
 
-def _link_kind(findings: Findings, scope: Scope) -> LinkKind:
+def _link_kind(findings: Findings, scope: Scope, attained: float) -> LinkKind:
     if scope == "inter_node":
         return "network"
     if findings.ranks[0].architecture == "cpu":
@@ -240,11 +254,12 @@ def _link_kind(findings: Findings, scope: Scope) -> LinkKind:
     if off.get("NCCL_P2P_DISABLE") == "1":
         return "network" if off.get("NCCL_SHM_DISABLE") == "1" else "host_memory"
     pairs = [pair for each in findings.inventories for pair in each.pairs]
-    if pairs and all(pair.num_nvlinks for pair in pairs):
+    known = bool(pairs) and all(pair.num_nvlinks is not None for pair in pairs)
+    if known and all(pair.num_nvlinks for pair in pairs):
         return "nvlink"
-    if pairs and all(pair.peer_access for pair in pairs):
-        return "pcie"
-    return "host_memory"
+    if not all(rank.peer_access for rank in findings.ranks):
+        return "host_memory"
+    return "nvlink" if not known and attained > FASTER_THAN_PCIE else "pcie"
 
 
 def _line_rate(findings: Findings, kind: LinkKind) -> float | None:

@@ -101,12 +101,13 @@ class RankFacts:
     host: str
     device_name: str
     device_memory_bytes: int
-    """GPU: what the driver reports. CPU: the rank's even share of the memory that is free for new programs."""
-    cuda_memory_bytes: int | None = None
+    """GPU: what CUDA may use in all. CPU: the rank's even share of the memory that is free for new programs."""
     host_memory_bytes: int | None = None
     """Of the whole machine; a container's limit if that is lower."""
     num_threads: int = 1
     architecture: str = ""
+    peer_access: bool | None = None
+    """Whether CUDA lets this card reach every other card of its machine; None on CPU."""
     num_cpus: int = 1
     """Cores that the rank's process may use, shared with the other ranks."""
     load: float = 0.0
@@ -121,6 +122,8 @@ class CardRecord:
     """In the driver's order."""
     name: str
     uuid: str | None = None
+    memory_bytes: int | None = None
+    """As nvidia-smi prints it; CUDA programs may use a little less."""
     pcie_generation: int | None = None
     """Under load; idle cards train their link down."""
     pcie_generation_max: int | None = None

@@ -6,13 +6,14 @@ Standard library only, no CUDA context. The machine itself is read by `shardwise
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from shardwise.facts.machine.record import GpuCard, Machine, P2pStatus, Reading, Unreadable
 from shardwise.probe.findings import Adapter, CardRecord, Inventory, Network, PairPath
-from shardwise.vocabulary.units import KIB
+from shardwise.vocabulary.units import KIB, MIB
 
 T = TypeVar("T")
 _SWITCH_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_")
@@ -100,6 +101,24 @@ def has_nvidia_device(root: Path = Path("/")) -> bool:
     return any((root / "dev").glob("nvidia[0-9]*")) or (root / "dev/dxg").exists()
 
 
+def used_device_memory(uuid: str) -> int | None:
+    """Memory in use on a card, in whole MiB, without a context of ours; None where nvidia-smi does not say.
+
+    Args:
+        uuid: As torch prints it, with or without the prefix `GPU-`.
+    """
+    command = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    for line in text.splitlines():
+        name, _, used = line.partition(",")
+        if name.strip().removeprefix("GPU-") == uuid.removeprefix("GPU-") and used.strip().isdigit():
+            return int(used) * MIB
+    return None
+
+
 def take_inventory(machine: Machine) -> Inventory:
     """What a machine holds, from how `facts.machine` read it."""
     cards = () if isinstance(machine.gpus, Unreadable) else machine.gpus
@@ -156,6 +175,7 @@ def _card_record(card: GpuCard) -> CardRecord:
         index=card.index,
         name=card.name,
         uuid=_known(card.uuid),
+        memory_bytes=_known(card.memory_bytes),
         pcie_generation=_known(card.pcie_gen),
         pcie_generation_max=_known(card.pcie_gen_max),
         pcie_width=_known(card.pcie_width),

@@ -33,6 +33,8 @@ from shardwise.vocabulary.units import MIB
 
 HANG_SECONDS = 90.0
 """After this long without an answer a collective is given up."""
+WIRE_FLOOR_SECONDS = 2.0
+"""The wire gets this much even if starting the ranks has used up the budget; a Cluster without a wire is no use."""
 READING_SECONDS = 10.0
 """How long the driver may take to describe its cards."""
 
@@ -99,20 +101,22 @@ def _facts(place: Place, device: torch.device) -> RankFacts:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, architecture = properties.name, f"sm_{properties.major}{properties.minor}"
-        memory, cuda_memory = int(properties.total_memory), int(torch.cuda.mem_get_info(device)[1])
+        memory = int(torch.cuda.mem_get_info(device)[1])
+        others = [other for other in range(place.local_world_size) if other != place.local_rank]
+        peers = all(torch.cuda.can_device_access_peer(place.local_rank, other) for other in others)
     else:
         name, architecture = inventory.cpu_model() or platform.machine(), "cpu"
-        memory, cuda_memory = inventory.available_memory_bytes() // place.local_world_size, None
+        memory, peers = inventory.available_memory_bytes() // place.local_world_size, None
     return RankFacts(
         rank=place.rank,
         node=place.node,
         host=socket.gethostname(),
         device_name=name,
         device_memory_bytes=memory,
-        cuda_memory_bytes=cuda_memory,
         host_memory_bytes=inventory.total_memory_bytes(),
         num_threads=torch.get_num_threads(),
         architecture=architecture,
+        peer_access=peers,
         num_cpus=inventory.num_usable_cpus(),
         load=os.getloadavg()[0],
     )
@@ -211,7 +215,7 @@ def _measure_wire(
             wire.make_exchange("all_reduce", MIB, group).call()
             memory = MemoryRecord(what=f"communicator of {way.name}", bytes=_outside_memory(device) - before)
             findings = replace(findings, memory=(*findings.memory, memory))
-        left = control.seconds_left(0.9)
+        left = max(WIRE_FLOOR_SECONDS, control.seconds_left(0.9))
         weight = 2 if done == 0 else 1
         sweep = wire.sweep_group(group, task.sizes, control, left * weight / (len(ways) - done + weight - 1))
         findings = replace(
@@ -270,24 +274,15 @@ def _one_way(act: Any, data: torch.Tensor, peer: int, group: wire.Group) -> Call
 
 
 def _open_context(device: torch.device) -> MemoryRecord | None:
-    """Create the CUDA context and weigh it; None on CPU, or where NVML cannot be asked beforehand."""
+    """Create the CUDA context and weigh it; None on CPU, or where the driver does not say what was in use before."""
     if device.type != "cuda":
         return None
-    before = _nvml_used_bytes(device)
+    uuid = str(torch.cuda.get_device_properties(device).uuid)  # asks the driver; creates no context yet
+    before = inventory.used_device_memory(uuid)
     torch.cuda.set_device(device)
     torch.cuda.synchronize(device)
-    after = _nvml_used_bytes(device)
-    if before is None or after is None:
-        return None
-    return MemoryRecord(what="context", bytes=after - before)
-
-
-def _nvml_used_bytes(device: torch.device) -> int | None:
-    """Memory in use on the whole card, without a context of ours; None if NVML does not answer."""
-    try:
-        return int(torch.cuda.device_memory_used(device))
-    except (RuntimeError, ModuleNotFoundError, AttributeError):
-        return None
+    after = inventory.used_device_memory(uuid)
+    return None if before is None or after is None else MemoryRecord(what="context", bytes=after - before)
 
 
 def _outside_memory(device: torch.device) -> int:

@@ -81,6 +81,7 @@ def card(index: int) -> CardRecord:
     return CardRecord(
         index=index,
         name="NVIDIA H200",
+        memory_bytes=143_771 * MIB,
         pcie_generation=5,
         pcie_width=16,
         num_nvlinks=18,
@@ -89,14 +90,14 @@ def card(index: int) -> CardRecord:
     )
 
 
-def h200_findings(pair: PairPath, **changes: Any) -> Findings:
+def h200_findings(pair: PairPath, bus: float = 300e9, **changes: Any) -> Findings:
     facts = tuple(
         rank(
             i,
             device_name="NVIDIA H200",
-            device_memory_bytes=143_771 * MIB,
-            cuda_memory_bytes=143_000 * MIB,
+            device_memory_bytes=143_000 * MIB,
             architecture="sm_90",
+            peer_access=pair.peer_access,
         )
         for i in range(2)
     )
@@ -104,7 +105,7 @@ def h200_findings(pair: PairPath, **changes: Any) -> Findings:
     return cpu_findings(
         ranks=facts,
         inventories=(inventory,),
-        wire=tuple(wire("all_reduce", "all", "intra_node", 2, 300e9, 30e-6)),
+        wire=tuple(wire("all_reduce", "all", "intra_node", 2, bus, 30e-6)),
         memory=(
             MemoryRecord(what="context", bytes=500 * MIB),
             MemoryRecord(what="communicator of all", bytes=90 * MIB),
@@ -146,6 +147,17 @@ def test_line_of_the_wire() -> None:
     assert fit.table_error > fit.line_error  # 16-fold steps between sizes are wide for a straight reading
 
 
+def test_the_line_is_fitted_to_large_sizes_where_there_are_enough() -> None:
+    report = build_report(cpu_findings(), TODAY)
+    assert report.fits[0].smallest_bytes == MIB
+    few = tuple(record for record in cpu_findings().wire if record.bytes <= MIB)
+    small = build_report(cpu_findings(wire=few), TODAY)
+    assert small.fits == ()  # two points above 64 KiB: a line through them, nothing to check it with
+    attained = small.cluster.intra_node.bandwidth_bytes_per_s
+    assert attained == pytest.approx(1e9, rel=1e-6)
+    assert "left out" not in small.cluster.intra_node.attained_source
+
+
 def test_what_was_not_measured_stays_none() -> None:
     measurements = build_report(cpu_findings(), TODAY).cluster.measurements
     for name in ("launch_gap_seconds", "context_bytes", "communicator_bytes", "checkpoint_bytes_per_s",
@@ -184,11 +196,23 @@ def test_kinds_of_wire(pair: PairPath, switches: dict[str, str], kind: str) -> N
         assert cluster.intra_node.bandwidth_bytes_per_s == 18 * 26.5e9
 
 
+UNKNOWN = PairPath(first=0, second=1, peer_access=True)
+
+
+@pytest.mark.parametrize(("bus", "kind"), [(300e9, "nvlink"), (50e9, "pcie")])
+def test_without_the_drivers_word_the_rate_tells_nvlink(bus: float, kind: str) -> None:
+    assert build_report(h200_findings(UNKNOWN, bus=bus), TODAY).cluster.intra_node.kind == kind
+    unread = replace(h200_findings(UNKNOWN, bus=bus), inventories=())
+    cluster = build_report(unread, TODAY).cluster
+    assert cluster.intra_node.kind == kind
+    assert cluster.intra_node.attained_fraction == 1.0
+
+
 def test_a_known_card_keeps_its_data_sheet_and_the_drivers_memory() -> None:
     cluster = build_report(h200_findings(NVLINK), TODAY).cluster
     assert cluster.gpu.name == "h200"
     assert cluster.gpu.peak_flops["bf16"] == pytest.approx(989.4e12)
-    assert cluster.gpu.cuda_memory_bytes == 143_000 * MIB
+    assert (cluster.gpu.memory_bytes, cluster.gpu.cuda_memory_bytes) == (143_771 * MIB, 143_000 * MIB)
     assert cluster.measurements.context_bytes == 500 * MIB
     assert cluster.measurements.communicator_bytes == 90 * MIB
     assert cluster.measurements.matmul_flops["fp32"][-1].rate == 2e11
@@ -197,7 +221,7 @@ def test_a_known_card_keeps_its_data_sheet_and_the_drivers_memory() -> None:
 def test_another_variant_of_a_known_card_is_not_taken_for_it() -> None:
     findings = h200_findings(NVLINK)
     halved = tuple(replace(facts, device_memory_bytes=70_000 * MIB) for facts in findings.ranks)
-    cluster = build_report(replace(findings, ranks=halved), TODAY).cluster
+    cluster = build_report(replace(findings, ranks=halved, inventories=()), TODAY).cluster
     assert (cluster.gpu.name, cluster.gpu.source) == ("NVIDIA H200", "measured")
 
 

@@ -76,3 +76,27 @@ def test_this_machine_can_be_described() -> None:
     assert taken.num_cpus >= 1
     assert len(taken.pairs) == len(taken.cards) * (len(taken.cards) - 1) // 2
     assert taken.cards or any("cards" in excuse for excuse in taken.unreadable)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("echo 'GPU-aaaa, 5\nGPU-bbbb, 612'", 612 * 2**20),
+        ("echo 'GPU-aaaa, 5'", None),
+        ("echo 'GPU-bbbb, [N/A]'", None),
+        ("exit 9", None),
+    ],
+)
+def test_memory_in_use_on_a_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, expected: int | None
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{answer}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert inventory.used_device_memory("bbbb") == expected
+
+
+def test_no_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert inventory.used_device_memory("bbbb") is None
