@@ -207,13 +207,15 @@ def _environment(threads: Threads) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet_launcher() -> Iterator[None]:
     """The elastic launcher logs every failure with a table of its own; what we raise says it once."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager

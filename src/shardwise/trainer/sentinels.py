@@ -1,9 +1,9 @@
 """What must hold, and is silently wrong elsewhere. Each check is cheap, runs in every run, and names the module.
 
-    wrapped as asked      what became sharded, replicated, ignored; in which dtype it is stored
-    buffers               equal to the CPU's after memory was given, and after the first step
-    ties                  tied weights still share memory
-    gradients             after the first backward every trained parameter has one, and no frozen one does
+wrapped as asked      what became sharded, replicated, ignored; in which dtype it is stored
+buffers               equal to the CPU's after memory was given, and after the first step
+ties                  tied weights still share memory
+gradients             after the first backward every trained parameter has one, and no frozen one does
 """
 
 from __future__ import annotations
@@ -144,4 +144,3 @@ def wrapped_classes(model: nn.Module) -> dict[str, int]:
     for module in fsdp_modules(model):
         names[plain_class(module)] += 1
     return dict(names)
-

@@ -1,7 +1,7 @@
 """LoRA by PEFT: adapters beside the matrices, everything else frozen.
 
-The adapters are put into the model itself (`inject_adapter_in_model`), so the model keeps its class and its names:
-`model.layers.0.self_attn.q_proj.base_layer.weight` beside `...q_proj.lora_A.default.weight`.
+PEFT puts the adapters into the model itself: `model.layers.0.self_attn.q_proj.base_layer.weight` beside
+`...q_proj.lora_A.default.weight`. Training goes on with that model; PEFT's wrapper around it is for saving only.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.vocabulary.job import LoraSettings
-
-ADAPTER = "default"
-"""The name that PEFT gives to an adapter when nobody names it."""
 
 
 def peft_config(settings: LoraSettings) -> Any:
@@ -34,16 +31,20 @@ def peft_config(settings: LoraSettings) -> Any:
     )
 
 
-def apply(model: nn.Module, settings: LoraSettings) -> None:
+def apply(model: nn.Module, settings: LoraSettings) -> Any:
     """Adds adapters in place and freezes the rest. Values come later, by `initialize`.
+
+    Returns:
+        The PeftModel around the model, which knows how to save them.
 
     Raises:
         ConfigError: No module bears one of the target names.
     """
-    from peft import inject_adapter_in_model
+    from peft import get_peft_model
 
+    untyped: Any = model
     try:
-        inject_adapter_in_model(peft_config(settings), _as_pretrained(model), ADAPTER, low_cpu_mem_usage=True)
+        adapted = get_peft_model(untyped, peft_config(settings), low_cpu_mem_usage=True, autocast_adapter_dtype=False)
     except ValueError as error:
         names = sorted({name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, nn.Linear)})
         raise ConfigError(
@@ -51,7 +52,8 @@ def apply(model: nn.Module, settings: LoraSettings) -> None:
             f"Its linear modules are {', '.join(names)}; or write all-linear."
         ) from error
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
+        parameter.requires_grad_(is_adapter(name))
+    return adapted
 
 
 def is_adapter(name: str) -> bool:
@@ -65,7 +67,3 @@ def initialize(name: str, tensor: torch.Tensor, generator: torch.Generator) -> N
         nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
     else:
         nn.init.zeros_(tensor)
-
-
-def _as_pretrained(model: nn.Module) -> Any:
-    return model

@@ -46,7 +46,9 @@ def apply(model: nn.Module, kind: LossKind) -> None:
     config: Any = model.config
     scalings = [name for name in _UNKNOWN_SCALINGS if getattr(config, name, None) not in (None, 1, 1.0)]
     if kind != "plain" and scalings:
-        raise ConfigError(f"The model's config sets {', '.join(scalings)}, which loss: {kind} does not know. Use plain.")
+        raise ConfigError(
+            f"The model's config sets {', '.join(scalings)}, which loss: {kind} does not know. Use plain."
+        )
     from_hidden = None if kind == "plain" else {"chunked": _chunked, "fused": _fused}[kind]
     if kind == "fused":
         _liger()

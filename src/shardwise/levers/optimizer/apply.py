@@ -39,7 +39,9 @@ def apply(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimize
         )
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=settings.learning_rate, fused=settings.fused)
-    raise ConfigError(f"optim: {settings.name} is not available in this version's engine. Use adamw_torch_fused or sgd.")
+    raise ConfigError(
+        f"optim: {settings.name} is not available in this version's engine. Use adamw_torch_fused or sgd."
+    )
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

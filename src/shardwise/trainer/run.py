@@ -1,0 +1,443 @@
+"""The entry of every rank: from a run file and a strategy to a run folder.
+
+Data is tokenized before any process group exists, so that nobody waits for it behind a collective's timeout. Then the
+ranks compare their plans; a rank with other data or another order stops the run before its first step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.errors import CheckpointError, ConfigError, PlanMismatchError
+from shardwise.levers.optimizer import apply as optimizers
+from shardwise.trainer.checkpoint import Checkpointer, SaveOptions
+from shardwise.trainer.data.batches import BatchOptions, BatchPlan, plan_batches
+from shardwise.trainer.data.collate import CollateOptions
+from shardwise.trainer.data.lengths import sequence_lengths
+from shardwise.trainer.data.options import DataOptions
+from shardwise.trainer.data.store import TokenizedSet, from_samples
+from shardwise.trainer.data.tokenize import prepare
+from shardwise.trainer.evaluate import Sampler
+from shardwise.trainer.export import ExportOptions, export
+from shardwise.trainer.feeder import DataSource
+from shardwise.trainer.loop import Loop, LoopParts, LoopResult
+from shardwise.trainer.mesh import RankMesh, build_mesh, choose_device, join_ranks, local_rank
+from shardwise.trainer.meter import Meter, MeterOptions
+from shardwise.trainer.model import (
+    Skeleton,
+    build_skeleton,
+    initialize,
+    initialize_adapters,
+    load_config,
+    materialize,
+)
+from shardwise.trainer.optimizer import optimizer_settings
+from shardwise.trainer.parallelize import parallelize, refuse_unsupported
+from shardwise.trainer.progress import Progress
+from shardwise.trainer.schedule import schedule_of
+from shardwise.trainer.sentinels import check_buffers, check_ties, verify_wrapping, wrapped_classes
+from shardwise.trainer.state import DataPosition, RunState, app_state
+from shardwise.trainer.step import Stepper
+from shardwise.trainer.tracking import Tracking
+from shardwise.trainer.weights import load_pretrained_sharded
+from shardwise.vocabulary import codec
+from shardwise.vocabulary.job import LoraSettings, SequenceLengths
+from shardwise.vocabulary.measured import Sample
+from shardwise.vocabulary.run import RunFile
+from shardwise.vocabulary.strategy import Strategy
+
+MEASURED_FILE, FINAL_FOLDER = "measured.json", "final"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunWishes:
+    """What a caller wants besides the run file."""
+
+    measure: bool = True
+    """Watch memory, messages and times in the first steps and write measured.json."""
+    command: str = ""
+    """What started the run, for measured.json."""
+    cache_dir: str | None = None
+    """Where tokenized data is kept; None: `$XDG_CACHE_HOME/shardwise/tokenized`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Prepared:
+    """What is ready before the ranks meet."""
+
+    config: Any
+    tokenizer: Any
+    train: TokenizedSet
+    plan: BatchPlan
+    held_out: TokenizedSet | None
+
+
+def run_training(run: RunFile, strategy: Strategy, wishes: RunWishes | None = None) -> str:
+    """Trains; called on every rank, by `shardwise.launch.local.launch`.
+
+    Args:
+        run: What to train on what.
+        strategy: How it is split.
+        wishes: Measuring, and places outside the run folder.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        ShardwiseError: Whatever the user, the machine or the training got wrong.
+    """
+    wishes = wishes or RunWishes()
+    refuse_unsupported(strategy)
+    device = choose_device(local_rank())
+    prepared = _prepare(run, strategy, wishes)
+    join_ranks(device)
+    try:
+        mesh = build_mesh(strategy, device)
+        return _train(run, strategy, wishes, prepared, mesh)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _prepare(run: RunFile, strategy: Strategy, wishes: RunWishes) -> _Prepared:
+    config = load_config(run)
+    tokenizer = None if run.random_init and _random_rows(run.dataset_name) else _load_tokenizer(run)
+    train = _load_data(run, run.dataset_name, run.dataset_split, config, tokenizer, wishes)
+    if train is None:
+        raise ConfigError("dataset_name is not set: nothing to train on. Give a file, a hub id, or random:N.")
+    held_out = _load_data(run, run.eval_dataset_name, run.eval_dataset_split, config, tokenizer, wishes)
+    options = BatchOptions(
+        global_batch=strategy.global_batch_size,
+        micro_batch=strategy.micro_batch_size,
+        num_ranks=strategy.data_parallel,
+        seed=run.seed,
+        num_train_epochs=run.num_train_epochs,
+        max_steps=run.max_steps or -1,
+        packing=run.packing,
+        max_length=run.max_length,
+        attention_crossover=12 * config.hidden_size,
+    )
+    return _Prepared(
+        config=config, tokenizer=tokenizer, train=train, plan=plan_batches(train, options), held_out=held_out
+    )  # fmt: skip
+
+
+def _load_tokenizer(run: RunFile) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            run.model_name_or_path, revision=run.model_revision or "main", trust_remote_code=run.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"No tokenizer can be read from {run.model_name_or_path!r}: {error}") from error
+
+
+def _random_rows(name: str | None) -> int | None:
+    """N of `random:N`; None for any other data set.
+
+    Raises:
+        ConfigError: N is no positive number.
+    """
+    if name is None or not name.startswith("random:"):
+        return None
+    count = name.removeprefix("random:")
+    if not count.isdigit() or int(count) < 1:
+        raise ConfigError(f"dataset_name {name!r}: write random:N with N sequences, such as random:512.")
+    return int(count)
+
+
+def _load_data(
+    run: RunFile, name: str | None, split: str, config: Any, tokenizer: Any, wishes: RunWishes
+) -> TokenizedSet | None:
+    if name is None:
+        return None
+    num_rows = _random_rows(name)
+    if num_rows is not None:
+        draw = random.Random(f"{run.seed} {split}")
+        rows = [draw.choices(range(config.vocab_size), k=run.max_length) for _ in range(num_rows)]
+        return from_samples(rows, source=name)
+    options = DataOptions(
+        source=name,
+        split=split,
+        column_map=run.column_map,
+        max_length=run.max_length,
+        assistant_only_loss=run.assistant_only_loss,
+        completion_only_loss=run.completion_only_loss,
+        chat_template_path=run.chat_template_path,
+        cache_dir=_cache_dir(wishes),
+    )
+    return prepare(options, tokenizer)
+
+
+def _cache_dir(wishes: RunWishes) -> Path:
+    if wishes.cache_dir is not None:
+        return Path(wishes.cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise" / "tokenized"
+
+
+def _train(run: RunFile, strategy: Strategy, wishes: RunWishes, prepared: _Prepared, mesh: RankMesh) -> str:
+    _compare_plans(prepared, mesh)
+    folder = Path(run.output_dir)
+    parts, sampler = _assemble(run, strategy, wishes, prepared, mesh)
+    loop = Loop(parts)
+    try:
+        answers = _Answers(sampler, run.sample_prompt)
+        if parts.position.next_step == 0:
+            answers.take("before", parts.progress)
+            if parts.held_out is not None:
+                loop.evaluate(0)
+        result = loop.run()
+        if not result.stopped_by:
+            answers.take("after", parts.progress)
+        _finish(parts, result, answers, prepared, wishes)
+        parts.checkpointer.close()
+        if result.stopped_by:
+            parts.progress.say(
+                f"Stopped by signal {result.stopped_by} after step {result.num_steps}; saved. Go on with --resume."
+            )
+            raise SystemExit(128 + result.stopped_by)
+    finally:
+        if parts.tracking is not None:
+            parts.tracking.close()
+    return str(folder)
+
+
+def _compare_plans(prepared: _Prepared, mesh: RankMesh) -> None:
+    """Every rank must have cut the same data the same way.
+
+    Raises:
+        PlanMismatchError: Some rank has not; names it.
+    """
+    mine = (prepared.plan.layout_fingerprint, prepared.plan.num_steps)
+    everyone: list[Any] = [None] * dist.get_world_size(mesh.control)
+    dist.all_gather_object(everyone, mine, group=mesh.control)
+    others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+    if others:
+        raise PlanMismatchError(
+            f"Ranks {', '.join(map(str, others))} have cut the data otherwise than rank 0: their files, tokenizer or "
+            "settings differ. Give every machine the same files."
+        )
+
+
+def build_model(run: RunFile, strategy: Strategy, mesh: RankMesh, config: Any) -> Skeleton:
+    """The model as the strategy wants it, with its values, checked.
+
+    Raises:
+        PlanMismatchError: What was made differs from the plan.
+        CheckpointError: The weights cannot be loaded.
+    """
+    lora = LoraSettings(
+        r=run.lora_r, alpha=run.lora_alpha, dropout=run.lora_dropout, target_modules=run.lora_target_modules
+    )
+    skeleton = build_skeleton(config, strategy, lora, run.attn_implementation)
+    parallelize(skeleton, mesh, strategy)
+    materialize(skeleton, mesh.device)
+    if run.random_init:
+        initialize(skeleton, run.seed, mesh.device)
+    else:
+        load_pretrained_sharded(skeleton.adapted, _weights_folder(run))
+        initialize_adapters(skeleton, run.seed, mesh.device)
+    verify_wrapping(skeleton, mesh, strategy)
+    check_buffers(skeleton.model, skeleton.buffers)
+    check_ties(skeleton.model, skeleton.aliases)
+    return skeleton
+
+
+def _weights_folder(run: RunFile) -> str:
+    """A local folder with the weights; fetched from the hub if it is not one yet."""
+    if Path(run.model_name_or_path).is_dir():
+        return run.model_name_or_path
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(
+        run.model_name_or_path,
+        revision=run.model_revision,
+        allow_patterns=["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"],
+    )
+
+
+def _assemble(
+    run: RunFile, strategy: Strategy, wishes: RunWishes, prepared: _Prepared, mesh: RankMesh
+) -> tuple[LoopParts, Sampler | None]:
+    folder, plan = Path(run.output_dir), prepared.plan
+    progress = Progress(plan.num_steps, 0, speaks=mesh.is_first)
+    checkpointer = Checkpointer(folder, SaveOptions(save_total_limit=run.save_total_limit))
+    progress.say(plan.describe())
+    skeleton = build_model(run, strategy, mesh, prepared.config)
+    classes = ", ".join(f"{count} {name}" for name, count in wrapped_classes(skeleton.model).items())
+    progress.say(f"{strategy.name}, {strategy.precision} on {mesh.device.type}: groups {classes}")
+    schedule = schedule_of(run, plan.num_steps, adapters=strategy.tuning != "full")
+    optimizer = optimizers.apply(skeleton.model, optimizer_settings(run, schedule.peak))
+    stepper = Stepper(
+        model=skeleton.model,
+        optimizer=optimizer,
+        strategy=strategy,
+        mesh=mesh,
+        max_grad_norm=run.max_grad_norm,
+        attention=run.attn_implementation,
+    )
+    position, state = DataPosition(plan), RunState()
+    app = app_state(skeleton, optimizer, strategy, {"data": position, "run": state}, seed=run.seed)
+    _resume(run, checkpointer, app, position, progress)
+    source = functools.partial(_source, prepared, mesh, run)
+    tracking = None
+    if mesh.is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+        tracking = Tracking(folder, run.report_to, codec.to_data(run), run.run_name or folder.name, progress.say)
+    meter = Meter(
+        MeterOptions(
+            model=skeleton.model, optimizer=optimizer, strategy=strategy, mesh=mesh, enabled=wishes.measure
+        )  # fmt: skip
+    )
+    parts = LoopParts(
+        run=run,
+        skeleton=skeleton,
+        stepper=stepper,
+        schedule=schedule,
+        train=source(prepared.train, plan),
+        held_out=_held_out_source(run, strategy, prepared, source),
+        checkpointer=checkpointer,
+        app_state=app,
+        position=position,
+        state=state,
+        tracking=tracking,
+        progress=Progress(plan.num_steps, position.next_step, speaks=mesh.is_first),
+        meter=meter,
+    )
+    sampler = None
+    if run.sample_prompt is not None and prepared.tokenizer is not None:
+        sampler = Sampler(
+            model=skeleton.model,
+            tokenizer=prepared.tokenizer,
+            strategy=strategy,
+            device=mesh.device,
+            max_new_tokens=run.sample_max_new_tokens,
+        )
+    return parts, sampler
+
+
+def _source(prepared: _Prepared, mesh: RankMesh, run: RunFile, tokenized: TokenizedSet, plan: BatchPlan) -> DataSource:
+    pad = getattr(prepared.tokenizer, "pad_token_id", None)
+    layout = "padded"
+    if run.packing:
+        layout = "flat" if run.attn_implementation == "flash" else "packed"
+    options = CollateOptions(pad_token_id=0 if pad is None else pad, layout=layout)
+    return DataSource(
+        tokenized=tokenized, plan=plan, collate=options, data_rank=mesh.data_rank, device=mesh.device
+    )  # fmt: skip
+
+
+def _held_out_source(
+    run: RunFile, strategy: Strategy, prepared: _Prepared, source: Callable[[TokenizedSet, BatchPlan], DataSource]
+) -> DataSource | None:
+    if prepared.held_out is None:
+        return None
+    options = BatchOptions(
+        global_batch=run.per_device_eval_batch_size * strategy.data_parallel,
+        micro_batch=run.per_device_eval_batch_size,
+        num_ranks=strategy.data_parallel,
+        packing=run.packing,
+        max_length=run.max_length,
+        shuffle=False,
+    )
+    return source(prepared.held_out, plan_batches(prepared.held_out, options))
+
+
+def _resume(run: RunFile, checkpointer: Checkpointer, app: Any, position: DataPosition, progress: Progress) -> None:
+    """Loads the newest good checkpoint, or the one asked for; refuses a folder with a run that nobody goes on with.
+
+    Raises:
+        CheckpointError: The folder holds another run, or the checkpoint asked for is not good.
+    """
+    if isinstance(run.resume_from_checkpoint, str):
+        restored = checkpointer.load(app, run.resume_from_checkpoint)
+    else:
+        found = checkpointer.newest_good()
+        for damaged in found.damaged:
+            progress.say(f"Passed over: {damaged}")
+        if found.path is None:
+            return
+        if not run.resume_from_checkpoint:
+            raise CheckpointError(
+                f"{run.output_dir} holds {found.path.name} of an earlier run. Go on with --resume, or give another "
+                "output_dir."
+            )
+        restored = checkpointer.load(app, found.path, verified=found.manifest)
+    for note in restored.notes:
+        progress.say(note)
+    progress.say(f"Goes on after step {position.next_step}.")
+
+
+class _Answers:
+    """The sample answers, before and after."""
+
+    def __init__(self, sampler: Sampler | None, prompt: str | None) -> None:
+        self._sampler, self._prompt = sampler, prompt
+        self.taken: dict[str, str] = {}
+
+    def take(self, when: str, progress: Progress) -> None:
+        if self._sampler is not None and self._prompt is not None:
+            self.taken[when] = self._sampler.answer(self._prompt)
+            progress.say(f"Answer {when}: {self.taken[when]!r}")
+
+    def samples(self) -> tuple[Sample, ...]:
+        if self._prompt is None or not self.taken:
+            return ()
+        return (Sample(prompt=self._prompt, before=self.taken.get("before", ""), after=self.taken.get("after", "")),)
+
+
+def _finish(parts: LoopParts, result: LoopResult, answers: _Answers, prepared: _Prepared, wishes: RunWishes) -> None:
+    """Numbers of the whole, what was measured, answers, and the exported model."""
+    run, plan, folder = parts.run, prepared.plan, Path(parts.run.output_dir)
+    if result.train_loss is not None and parts.tracking is not None:
+        values = {
+            "train_runtime": result.seconds,
+            "train_loss": result.train_loss,
+            "train_steps_per_second": result.num_steps_here / max(result.seconds, 1e-9),
+            "epoch": result.num_steps / plan.steps_per_epoch,
+        }
+        parts.tracking.log(values, result.num_steps)
+    measured = dataclasses.replace(
+        parts.meter.measured(),
+        samples=answers.samples(),
+        held_out_loss_before=parts.state.first_eval_loss(),
+        held_out_loss_after=parts.state.last_eval_loss(),
+        num_steps=result.num_steps,
+        command=wishes.command,
+    )
+    if parts.stepper.mesh.is_first:
+        (folder / MEASURED_FILE).write_text(codec.to_json(measured))
+        state = parts.state.trainer_state(plan, result.num_steps, {})
+        (folder / "trainer_state.json").write_text(codec.to_json(state))
+    if run.save_final and not result.stopped_by:
+        report = export(
+            parts.skeleton.adapted,
+            folder / FINAL_FOLDER,
+            tokenizer=prepared.tokenizer,
+            options=ExportOptions(base_model=run.model_name_or_path, datasets=(run.dataset_name or "",)),
+        )
+        parts.progress.say(f"Exported {report.num_tensors} tensors to {report.folder}")
+
+
+def data_lengths(run: RunFile, wishes: RunWishes | None = None) -> SequenceLengths | None:
+    """Lengths of the training set after truncation, tokenized now (and cached for the run); None if none is named.
+
+    Raises:
+        ShardwiseError: Whatever is wrong with the model's config, the tokenizer or the data.
+    """
+    if run.dataset_name is None:
+        return None
+    config = load_config(run)
+    tokenizer = None if run.random_init and _random_rows(run.dataset_name) else _load_tokenizer(run)
+    tokenized = _load_data(run, run.dataset_name, run.dataset_split, config, tokenizer, wishes or RunWishes())
+    return None if tokenized is None else sequence_lengths(tokenized)

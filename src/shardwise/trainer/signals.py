@@ -1,0 +1,41 @@
+"""Signals: SIGTERM and Ctrl-C save and stop after the step under way, SIGUSR1 saves and goes on.
+
+A handler only notes what was asked; the ranks agree on it after each step, because a signal reaches them at different
+moments. A second Ctrl-C ends the process at once.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any
+
+
+class Signals:
+    """Notes what signals have asked for."""
+
+    def __init__(self) -> None:
+        self.stop = 0
+        """Number of the signal that asked to stop, or 0."""
+        self.save = False
+        """Whether a signal has asked for a checkpoint."""
+        self._before: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Takes over the signals; of the main thread only."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            self._before[number] = signal.signal(number, self._note)
+
+    def restore(self) -> None:
+        """Gives the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.save = True
+        elif self.stop and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            self.stop = number
