@@ -100,12 +100,27 @@ def test_a_template_that_rewrites_earlier_turns_is_probed(make_tokenizer: MakeTo
     assert learned(tokenizer, example) == ["one<|im_end|>", "two<|im_end|>"]
 
 
+def test_a_generation_prompt_that_opens_reasoning(make_tokenizer: MakeTokenizer) -> None:
+    """Like DeepSeek's distilled models: the prompt ends in an opened <think>, and history drops what was in it."""
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content.split('</think>')[-1] }}"
+        "{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
+    )
+    example = conversation("q", "<think>\nso</think>one", "q2", "two")
+    assert path(tokenizer, example) == "probe"
+    assert learned(tokenizer, example) == ["one<|im_end|>", "two<|im_end|>"]
+    _, _, chunk = encode(tokenizer, example)
+    assert chunk.counts["num_dropped_reasoning"] == 1
+
+
 def test_empty_reasoning_is_prompt_and_real_reasoning_is_learned(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(THINKING_TEMPLATE)
     assert learned(tokenizer, conversation("q", "two")) == ["two<|im_end|>"]
     message = {"role": "assistant", "content": "two", "reasoning_content": "so"}
     example = ChatExample(messages=({"role": "user", "content": "q"}, message))
     assert learned(tokenizer, example) == ["<think>\nso\n</think>\n\ntwo<|im_end|>"]
+    assert encode(tokenizer, example)[2].counts["num_dropped_reasoning"] == 0
 
 
 def test_a_conversation_that_starts_with_the_assistant(make_tokenizer: MakeTokenizer) -> None:

@@ -101,6 +101,7 @@ class Encoder:
                 continue
             try:
                 rendered[index] = self.renderer.render(one.example)
+                chunk.counts["num_dropped_reasoning"] += rendered[index].num_dropped_reasoning
             except RowProblem as problem:
                 chunk.problems.append((one.number, str(problem)))
         tokens = self._tokenize(rendered, chunk, [one.number for one in examples])

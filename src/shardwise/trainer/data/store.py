@@ -43,6 +43,8 @@ class TokenizeReport:
     """Bad rows left out because `skip_bad_rows` asked for it."""
     num_merged_boundaries: int = 0
     """Places where one token holds the end of a prompt and the start of an answer; it counts as the answer's."""
+    num_dropped_reasoning: int = 0
+    """Answers whose reasoning the chat template leaves out, so that it is not learned."""
     mask_paths: Mapping[str, int] = field(default_factory=dict[str, int])
     """How supervised tokens were found -> number of rows: `all`, `completion`, `labels`, `marks`, `prefix`, `probe`."""
     notes: tuple[str, ...] = ()

@@ -32,6 +32,7 @@ from shardwise.trainer.data.options import DataOptions
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTY_REASONING = re.compile(r"\s*<think>\s*</think>\s*")
+_REASONING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _PROBES = ("QxProbeA7", "ZwTestB94")
 """Two words of equal length without a common prefix or suffix, which no template treats specially."""
@@ -53,6 +54,8 @@ class Rendered:
     """Whether the tokenizer adds its own first token; a chat template writes it itself."""
     append_eos: bool = False
     """Whether the end-of-text token follows, and is learned."""
+    num_dropped_reasoning: int = 0
+    """Answers whose reasoning the template leaves out of the text, so that it is not learned."""
 
 
 class Renderer:
@@ -122,14 +125,20 @@ class Renderer:
 
     def _rendered(self, text: str, found: Sequence[tuple[tuple[int, int], Message | None]], path: str) -> Rendered:
         spans = [self._trim(text, span, message) for span, message in found]
-        return Rendered(text=text, spans=tuple(span for span in spans if span[0] < span[1]), path=path)
+        dropped = sum(
+            any(thought not in text[start:end] for thought in _reasoning(message)) for (start, end), message in found
+        )
+        return Rendered(
+            text=text,
+            spans=tuple(span for span in spans if span[0] < span[1]),
+            path=path,
+            num_dropped_reasoning=dropped,
+        )
 
     def _trim(self, text: str, span: tuple[int, int], message: Message | None) -> tuple[int, int]:
         """Without empty reasoning in front ([Note: empty reasoning]) and the white space behind the last token."""
         start, end = span
-        own = message is not None and (
-            any(message.get(field) for field in _REASONING_FIELDS) or "<think>" in message["content"]
-        )
+        own = message is not None and (_reasoning(message) or "<think>" in message["content"])
         if not own and (empty := _EMPTY_REASONING.match(text, start, end)):
             start = empty.end()
         bare = text[start:end].rstrip()
@@ -259,6 +268,15 @@ class _Chat:
             if at >= 0 and not closing[:at].strip() and behind.startswith(closing[: at + len(token)]):
                 return at + len(token)
         return 0
+
+
+def _reasoning(message: Message | None) -> list[str]:
+    """The reasoning that a message carries, in a field of its own or inside its content; bare of white space around."""
+    if message is None:
+        return []
+    fields = next((str(message[field]) for field in _REASONING_FIELDS if message.get(field)), "")
+    thoughts = [fields, *_REASONING.findall(message["content"])]
+    return [thought.strip() for thought in thoughts if thought.strip()]
 
 
 def _num_common(first: str, second: str) -> int:

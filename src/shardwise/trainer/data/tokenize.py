@@ -166,6 +166,12 @@ class _Parts:
                 "of the answer; at inference the prompt ends in another token. Move the space or line break from the "
                 "end of the prompt to the start of the completion."
             )
+        if self.counts["num_dropped_reasoning"]:
+            notes.append(
+                f"The chat template leaves out the reasoning of {self.counts['num_dropped_reasoning']:,} answers, so it "
+                "is not learned: most templates keep it in the last answer only. Make a conversation of each answer, or "
+                "give another chat_template_path."
+            )
         if reader.problems.num_rows:
             notes.append(f"{reader.problems.num_rows:,} bad rows were left out: " + "; ".join(reader.problems.lines()))
         return tuple(notes)
