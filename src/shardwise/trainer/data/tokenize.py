@@ -168,9 +168,9 @@ class _Parts:
             )
         if self.counts["num_dropped_reasoning"]:
             notes.append(
-                f"The chat template leaves out the reasoning of {self.counts['num_dropped_reasoning']:,} answers, so it "
-                "is not learned: most templates keep it in the last answer only. Make a conversation of each answer, or "
-                "give another chat_template_path."
+                f"The chat template leaves out the reasoning of {self.counts['num_dropped_reasoning']:,} answers, so "
+                "it is not learned: most templates keep it in the last answer only. Make each answer its own chat, "
+                "or give another chat_template_path."
             )
         if reader.problems.num_rows:
             notes.append(f"{reader.problems.num_rows:,} bad rows were left out: " + "; ".join(reader.problems.lines()))
