@@ -55,7 +55,8 @@ def _flags(kind: type, seen: set[str], width: int) -> list[str]:
             title = group
             lines += ["", f"{title}:"]
         values = describe(hints[field.name])
-        flag = f"--{field.name.replace('_', '-')} {values}".rstrip()
+        negated = "[no-]" if field.default is True else ""
+        flag = f"--{negated}{field.name.replace('_', '-')} {values}".rstrip()
         lines += _entry(flag, _with_default(field, texts.get(field.name, "")), width)
     return lines
 

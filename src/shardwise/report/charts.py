@@ -14,9 +14,11 @@ from shardwise.report import svg, theme, words
 from shardwise.report.markup import Child, Markup, element, join
 from shardwise.vocabulary.memory import Category
 from shardwise.vocabulary.timeline import COMPUTE_LANE, Span, StepTimeline
-from shardwise.vocabulary.units import format_gb, format_seconds
+from shardwise.vocabulary.units import format_seconds
 
 NARROW = 560
+FAR = 8
+"""A limit more than this many times the longest bar is not drawn, or nothing else could be seen."""
 BAR, ROW, BAR_TOP = 18, 50, 19
 """Pixels: height of a bar, of a row, and from a row's top to its bar."""
 
@@ -74,24 +76,28 @@ def memory_chart(bars: Sequence[MemoryBar], limit: int | None, width: float) -> 
         width: Pixels.
     """
     ends = [max(sum(bar.totals.values()), bar.interval[1] if bar.interval else 0) for bar in bars]
-    scale = width / (1.03 * max([*ends, limit or 0, 1]))
+    inside = limit is not None and limit <= FAR * max([*ends, 1])
+    scale = width / (1.03 * max([*ends, limit if inside and limit else 0, 1]))
     top = 18 if limit else 0
     parts: list[Child] = []
     for i, bar in enumerate(bars):
         y = top + i * ROW
         segments = [
-            _Segment(value=size, css=theme.CATEGORY_CLASSES[category], tip=f"{category.value}: {format_gb(size, 2)}")
+            _Segment(
+                value=size, css=theme.CATEGORY_CLASSES[category], tip=f"{category.value}: {words.format_size(size)}"
+            )
             for category in Category
             if (size := bar.totals.get(category, 0)) > 0
         ]
         parts += [_memory_label(bar, y, width), _stacked(segments, y + BAR_TOP, scale, width)]
         if bar.interval is not None:
             parts.append(_whisker(bar.interval, y + BAR_TOP + BAR / 2, scale))
-        if limit:
+        if limit and inside:
             parts.append(svg.line(limit * scale, y + BAR_TOP - 4, limit * scale, y + BAR_TOP + BAR + 4, "limit"))
     if limit:
-        x = limit * scale
-        parts.append(svg.text(x, 10, f"usable {format_gb(limit)}", "small bad", anchor="end" if x > 80 else "start"))
+        x = limit * scale if inside else width
+        words_there = f"usable {words.format_size(limit)}" + ("" if inside else ", far beyond the edge")
+        parts.append(svg.text(x, 10, words_there, "small bad", anchor="end" if x > 80 else "start"))
     used = [category for category in Category if any(bar.totals.get(category) for bar in bars)]
     items = [(theme.CATEGORY_CLASSES[category], category.value) for category in used]
     legend = svg.legend(items, top + len(bars) * ROW, width)
@@ -100,7 +106,7 @@ def memory_chart(bars: Sequence[MemoryBar], limit: int | None, width: float) -> 
 
 def _memory_label(bar: MemoryBar, y: float, width: float) -> Markup:
     total = sum(bar.totals.values())
-    value = words.gb_interval(total, bar.interval) if bar.interval else format_gb(total)
+    value = words.bytes_interval(total, bar.interval) if bar.interval else words.format_size(total)
     if not bar.fits:
         value += ", does not fit"
     note = bar.note if width >= NARROW else ""

@@ -13,7 +13,7 @@ from shardwise.vocabulary.ledger import Kind, Ledger, LedgerRow
 from shardwise.vocabulary.memory import Category
 from shardwise.vocabulary.plan import Candidate, Plan, Refusal
 from shardwise.vocabulary.timeline import StepTimeline
-from shardwise.vocabulary.units import GB, format_gb, format_seconds
+from shardwise.vocabulary.units import format_seconds
 
 WIDE, SLIM = 992, 340
 """Charts are drawn twice, for desks and for phones; the style sheet shows one."""
@@ -154,7 +154,7 @@ def _memory(run: RunFolder) -> Markup | None:
         predicted = words.memory_by_category(taken)
     if predicted:
         interval = taken.memory_interval_bytes if taken is not None else None
-        whole = taken is not None and abs(sum(predicted.values()) - taken.memory.device_bytes) < 0.001 * GB
+        whole = taken is not None and abs(sum(predicted.values()) - taken.memory.device_bytes) <= 1
         bars.append(
             charts.MemoryBar(label="predicted", totals=predicted, interval=interval if whole else None, strong=True)
         )
@@ -183,7 +183,9 @@ def _categories(ledger: Ledger | None, which: str) -> dict[Category, int]:
 
 def _memory_words(bars: Sequence[charts.MemoryBar]) -> str:
     def one(bar: charts.MemoryBar) -> str:
-        return f"{bar.label}: " + ", ".join(f"{c.value} {format_gb(size)}" for c, size in bar.totals.items() if size)
+        return f"{bar.label}: " + ", ".join(
+            f"{c.value} {words.format_size(size)}" for c, size in bar.totals.items() if size
+        )
 
     return "Memory. " + "; ".join(map(one, bars))
 
@@ -318,8 +320,8 @@ def _strategies(run: RunFolder) -> Markup | None:
     refusals = words.other_refusals(plan, shown)
     return _section(
         "Ways to split it",
-        f"GB at the peak on each card, {usable_bytes(plan.cluster) / GB:.1f} usable; the bytes one rank sends, and the "
-        "time, of one optimizer step. Ranges: 5th to 95th percentile.",
+        f"{words.table_scale(shown).name} at the peak on each card, {words.format_size(usable_bytes(plan.cluster))} "
+        "usable; the bytes one rank sends, and the time, of one optimizer step. Ranges: 5th to 95th percentile.",
         _candidates_table(plan, shown) if shown else None,
         element("p", {"class": "muted"}, f"{hidden} more candidates are in plan.yaml.") if hidden else None,
         _details(f"Refused ({len(refusals)})", [_refusal(refusal) for refusal in refusals[:MAX_REFUSALS]]),
@@ -329,28 +331,30 @@ def _strategies(run: RunFolder) -> Markup | None:
 
 
 def _candidates_table(plan: Plan, shown: Sequence[Candidate]) -> Markup:
-    card = usable_bytes(plan.cluster)
+    usable, scale = usable_bytes(plan.cluster), words.table_scale(shown)
     categories = [words.CATEGORY_HEADS[category] for category in Category]
     heads = ["strategy", "batch", "ckpt", *categories, "device", "range", "wire", "step", "tokens/s", "verdict"]
     left = (0, len(heads) - 1)
-    rows = [_row(_candidate_cells(c, card), left, css="taken" if c == plan.recommended else None) for c in shown]
+    rows = [
+        _row(_candidate_cells(c, usable, scale), left, css="taken" if c == plan.recommended else None) for c in shown
+    ]
     return _table(heads, [element("tbody", None, *rows)], left=left, css="dense")
 
 
-def _candidate_cells(c: Candidate, card: int) -> list[Child]:
+def _candidate_cells(c: Candidate, usable: int, scale: words.Scale) -> list[Child]:
     low, high = c.memory_interval_bytes
     state = "good" if c.fits and c.probability_of_oom <= words.TIGHT else "warn" if c.fits else "bad"
     return [
         words.full_name(c.strategy),
         f"{c.strategy.micro_batch_size} × {c.strategy.accumulation}",
         c.strategy.checkpointing,
-        *(f"{size / GB:.1f}" for size in words.memory_by_category(c).values()),
-        f"{c.memory.device_bytes / GB:.1f}",
-        f"{low / GB:.1f}–{high / GB:.1f}",
-        words.short_bytes(words.wire_bytes(c)),
+        *(scale.number(size) for size in words.memory_by_category(c).values()),
+        scale.number(c.memory.device_bytes),
+        f"{scale.number(low)}–{scale.number(high)}",
+        words.format_size(words.wire_bytes(c)),
         format_seconds(c.step.seconds),
         words.format_rate(c.tokens_per_s),
-        element("span", {"class": state}, words.verdict(c, card)),
+        element("span", {"class": state}, words.verdict(c, usable)),
     ]
 
 
@@ -415,7 +419,7 @@ def _footer(run: RunFolder) -> Markup:
     return element(
         "footer", None,
         element("p", None, "Not everything was there:") if notes is not None else None, notes,
-        element("p", None, "Made by shardwise. GB = 1e9 bytes, GiB = 2^30 bytes."),
+        element("p", None, "Made by shardwise. GB = 1e9 bytes, MB = 1e6, GiB = 2^30."),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from shardwise.vocabulary.ledger import Kind, Ledger, LedgerRow
 from shardwise.vocabulary.memory import Category
 from shardwise.vocabulary.plan import Candidate, Plan, Refusal
 from shardwise.vocabulary.strategy import Strategy
-from shardwise.vocabulary.units import GB, format_gb, format_seconds
+from shardwise.vocabulary.units import format_seconds
 
 NARROW = 60
 """Below this many columns a table is told as lines."""
@@ -146,21 +146,23 @@ class _Row:
 def _strategies(plan: Plan, candidates: Sequence[Candidate], style: Style) -> list[str]:
     usable = usable_bytes(plan.cluster)
     rows = [_Row(candidate=c, taken=c is plan.recommended or c == plan.recommended, usable=usable) for c in candidates]
+    scale = words.table_scale(candidates)
     if style.width < NARROW:
         return [line for row in rows for line in _told(row, style)]
     title = (
-        f"Memory in GB at the peak on each card, {usable / GB:.1f} usable; bytes one rank sends, and time, in one step"
+        f"Memory in {scale.name} at the peak on each card, {words.format_size(usable)} usable; bytes one rank sends, "
+        "and time, in one step"
     )
-    return [*_wrap(title, style), *render_table(_strategy_columns(), rows, style)]
+    return [*_wrap(title, style), *render_table(_strategy_columns(scale), rows, style)]
 
 
-def _strategy_columns() -> list[Column[_Row]]:
+def _strategy_columns(scale: words.Scale) -> list[Column[_Row]]:
     def of(title: str, cell: Callable[[_Row], str], priority: int = 0, *, right: bool = True) -> Column[_Row]:
         return Column(title=title, cell=cell, right=right, priority=priority, colors=lambda row: row.colors)
 
     def category(name: Category) -> Column[_Row]:
         return of(
-            words.CATEGORY_HEADS[name], lambda row: f"{words.memory_by_category(row.candidate)[name] / GB:.1f}", 4
+            words.CATEGORY_HEADS[name], lambda row: scale.number(words.memory_by_category(row.candidate)[name]), 4
         )
 
     return [
@@ -169,9 +171,9 @@ def _strategy_columns() -> list[Column[_Row]]:
         of("batch", lambda row: f"{row.strategy.micro_batch_size}×{row.strategy.accumulation}", 1),
         of("ckpt", lambda row: row.strategy.checkpointing, 2),
         *(category(name) for name in Category),
-        of("device", lambda row: f"{row.candidate.memory.device_bytes / GB:.1f}"),
-        of("5–95 %", lambda row: "–".join(f"{edge / GB:.1f}" for edge in row.candidate.memory_interval_bytes), 5),
-        of("wire", lambda row: words.short_bytes(words.wire_bytes(row.candidate)), 3),
+        of("device", lambda row: scale.number(row.candidate.memory.device_bytes)),
+        of("5–95 %", lambda row: "–".join(map(scale.number, row.candidate.memory_interval_bytes)), 5),
+        of("wire", lambda row: words.format_size(words.wire_bytes(row.candidate)), 3),
         of("step", lambda row: format_seconds(row.candidate.step.seconds)),
         of("tokens/s", lambda row: words.format_rate(row.candidate.tokens_per_s)),
         Column(title="verdict", cell=lambda row: row.verdict, right=False, colors=lambda row: row.verdict_colors),
@@ -182,7 +184,7 @@ def _told(row: _Row, style: Style) -> list[str]:
     candidate = row.candidate
     first = f"{'▸' if row.taken else ' '} {words.full_name(candidate.strategy)}: {row.verdict}"
     second = (
-        f"{format_gb(candidate.memory.device_bytes)}, {format_seconds(candidate.step.seconds)} a step, "
+        f"{words.format_size(candidate.memory.device_bytes)}, {format_seconds(candidate.step.seconds)} a step, "
         f"{words.format_rate(candidate.tokens_per_s)} tokens/s"
     )
     return [style.paint(style.plain(first), *row.verdict_colors), *_wrap(second, style, indent=4)]
@@ -205,10 +207,10 @@ def _memory_bars(plan: Plan, style: Style) -> list[str]:
         glyph = ("█" if style.unicode else "#") if style.color else category.value[0].upper()
         bar += style.paint(glyph * length, CATEGORY_COLORS[category])
         if size:
-            legend.append((f"{category.value} {size / GB:.1f}", CATEGORY_COLORS[category]))
+            legend.append((f"{category.value} {words.format_size(size)}", CATEGORY_COLORS[category]))
     free = usable - taken.memory.device_bytes
     bar += style.paint(("·" if style.unicode else ".") * (cells - drawn), "dim")
-    legend.append((f"free {max(free, 0) / GB:.1f} GB", "dim"))
+    legend.append((f"free {words.format_size(max(free, 0))}", "dim"))
     return [f"  {bar}", *_flow(legend, style)]
 
 
@@ -270,7 +272,7 @@ def _headline(plan: Plan, style: Style) -> list[str]:
 
 def _small_print(plan: Plan, num_shown: int, style: Style) -> list[str]:
     hidden = len(plan.candidates) - num_shown
-    texts = ["GB = 1e9 bytes. Brackets and ranges: 5th to 95th percentile of past predictions' errors."]
+    texts = ["GB = 1e9 bytes, MB = 1e6. Brackets and ranges: 5th to 95th percentile of past predictions' errors."]
     if hidden > 0:
         texts.append(f"{hidden} more candidates with --all.")
     if plan.headline:

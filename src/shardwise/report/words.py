@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from shardwise.planner.uncertainty import usable_bytes
 from shardwise.vocabulary.cluster import Cluster, Link
@@ -20,11 +21,9 @@ from shardwise.vocabulary.units import (
     MB,
     MICROSECOND,
     MILLISECOND,
-    TB,
     format_bandwidth,
     format_bytes,
     format_count,
-    format_gb,
     format_percent,
     format_seconds,
 )
@@ -64,9 +63,47 @@ CATEGORY_HEADS = {
 # ---------------------------------------------------------------------------------------------------- numbers
 
 
-def gb_interval(value: float, interval: tuple[float, float]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """A unit of bytes and decimals that suit the largest of several sizes, so that a table has one unit."""
+
+    unit: int
+    name: str
+    places: int
+
+    @staticmethod
+    def of(*sizes: float) -> Scale:
+        """For these sizes: one decimal from 10 of a unit on, else two."""
+        largest = max(sizes, default=0.0)
+        for unit, name in ((GB, "GB"), (MB, "MB"), (KB, "KB")):
+            if largest >= unit:
+                return Scale(unit=unit, name=name, places=1 if largest >= 10 * unit else 2)
+        return Scale(unit=1, name="B", places=0)
+
+    def number(self, size: float) -> str:
+        """Without the unit: `21.3`."""
+        return f"{size / self.unit:,.{self.places}f}"
+
+    def text(self, size: float) -> str:
+        """With the unit: `21.3 GB`."""
+        return f"{self.number(size)} {self.name}"
+
+
+def table_scale(candidates: Sequence[Candidate]) -> Scale:
+    """The one for a table of candidates."""
+    return Scale.of(*(candidate.memory.device_bytes for candidate in candidates))
+
+
+def format_size(num_bytes: float) -> str:
+    """A size by itself, to three digits: `21.3 GB`, `4.28 MB`."""
+    return Scale.of(num_bytes).text(num_bytes)
+
+
+def bytes_interval(value: float, interval: tuple[float, float]) -> str:
     """`21.3 GB (19.8–23.1)`; without the bracket where the interval is a point."""
-    return _with_interval(value / GB, (interval[0] / GB, interval[1] / GB), "GB", 1)
+    scale = Scale.of(value)
+    low, high = scale.number(interval[0]), scale.number(interval[1])
+    return scale.text(value) if low == high else f"{scale.text(value)} ({low}–{high})"
 
 
 def seconds_interval(value: float, interval: tuple[float, float]) -> str:
@@ -83,14 +120,6 @@ def _with_interval(value: float, interval: tuple[float, float], unit: str, place
     low, high = (f"{edge:,.{places}f}" for edge in interval)
     text = f"{value:,.{places}f} {unit}"
     return text if low == high else f"{text} ({low}–{high})"
-
-
-def short_bytes(num_bytes: float) -> str:
-    """Three digits, for tables: `12.4 GB`."""
-    for unit, name in ((TB, "TB"), (GB, "GB"), (MB, "MB"), (KB, "KB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.3g} {name}"
-    return f"{num_bytes:.0f} B"
 
 
 def format_rate(tokens_per_s: float) -> str:
@@ -121,7 +150,9 @@ def format_error(row: LedgerRow) -> str:
     error = row.error
     if error is None:
         return "exact" if row.measured == 0 and row.predicted == 0 else ""
-    return "exact" if error == 0 else f"{100 * error:+.1f} %"
+    if error == 0:
+        return "exact"
+    return "under 0.1 %" if abs(error) < 0.0005 else f"{100 * error:+.1f} %"
 
 
 # ---------------------------------------------------------------------------------------------------- nouns
@@ -140,7 +171,7 @@ def describe_cluster(cluster: Cluster) -> str:
     if cluster.num_nodes > 1:
         cards = f"{cluster.num_nodes} nodes × {cards}"
     memory = cluster.gpu.memory_bytes
-    text = f"{cards} ({format_gb(memory)} = {memory / GIB:.1f} GiB{' each' if cluster.num_gpus > 1 else ''})"
+    text = f"{cards} ({format_size(memory)} = {memory / GIB:.1f} GiB{' each' if cluster.num_gpus > 1 else ''})"
     if cluster.gpus_per_node > 1:
         text += f", {describe_link(cluster.intra_node)}"
     if cluster.num_nodes > 1 and cluster.inter_node is not None:
@@ -221,15 +252,15 @@ def verdict(candidate: Candidate, usable: int) -> str:
     if candidate.fits:
         return "fits" if candidate.probability_of_oom <= TIGHT else f"tight: {runs_out}"
     missing = candidate.memory.device_bytes - usable
-    return f"needs {format_gb(missing)} more" if missing > 0 else f"too close: {runs_out}"
+    return f"needs {format_size(missing)} more" if missing > 0 else f"too close: {runs_out}"
 
 
 def sentence_about(candidate: Candidate, plan: Plan) -> tuple[str, str]:
     """Two lines about a candidate: its memory, and its time."""
     memory = (
-        f"{gb_interval(candidate.memory.device_bytes, candidate.memory_interval_bytes)} of "
-        f"{format_gb(usable_bytes(plan.cluster))} usable on each card, peak {INSTANTS[candidate.memory.peak_instant]}; "
-        f"{chance(candidate.probability_of_oom)} chance to run out"
+        f"{bytes_interval(candidate.memory.device_bytes, candidate.memory_interval_bytes)} of "
+        f"{format_size(usable_bytes(plan.cluster))} usable on each card, peak "
+        f"{INSTANTS[candidate.memory.peak_instant]}; {chance(candidate.probability_of_oom)} chance to run out"
     )
     time = (
         f"{seconds_interval(candidate.step.seconds, candidate.step_interval_seconds)} a step, "

@@ -98,7 +98,7 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
     plan = make_plan()
     worst = plan.candidates[-1]
     missing = worst.memory.device_bytes - (plan.cluster.gpu.memory_bytes - 2_000_000_000)
-    assert f"needs {missing / 1e9:.1f} GB more" in plan_page(plan, PLAIN)
+    assert f"needs {missing / 1e9:.2f} GB more" in plan_page(plan, PLAIN)
 
 
 def test_the_usual_page_shows_the_best_of_each_split_and_all_shows_all() -> None:
@@ -174,7 +174,7 @@ def test_an_interval_has_one_unit(seconds: float, text: str) -> None:
 
 
 def test_an_interval_that_is_a_point_is_not_shown() -> None:
-    assert words.gb_interval(21.3e9, (21.3e9, 21.3e9)) == "21.3 GB"
+    assert words.bytes_interval(21.3e9, (21.3e9, 21.3e9)) == "21.3 GB"
 
 
 @pytest.mark.parametrize(

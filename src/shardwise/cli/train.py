@@ -1,0 +1,193 @@
+"""`shardwise train`: plan, run, verify, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.options import POSITIONAL, flags_of
+from shardwise.errors import ConfigError, MissingExtraError, ResourceError, UsageError
+from shardwise.vocabulary.run import RunFile
+
+if TYPE_CHECKING:
+    from shardwise.verify.trials import Trial
+    from shardwise.vocabulary.cluster import Cluster
+    from shardwise.vocabulary.plan import Plan
+
+NEEDED = ("torch", "transformers", "peft", "safetensors")
+REPORT_FILE = "report.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Fine-tune: plan the split, run it on this machine's cards, lay prediction beside measurement, report.
+
+    TARGET is a model (catalogue name, folder or hub id), a run file, a plan file, or the folder of an earlier run.
+    Started by torchrun or Slurm, it joins the ranks that are there. Every key of a run file is a flag, and flags win.
+
+    Examples:
+      shardwise train Qwen/Qwen2.5-0.5B --data chats.jsonl --cluster cluster.yaml
+      shardwise train run.yaml --learning-rate 1e-5 --max-steps 100
+      shardwise train plan.yaml --data chats.jsonl --out runs/first
+      shardwise train runs/first --resume
+      torchrun --nproc-per-node=4 -m shardwise train plan.yaml --data chats.jsonl
+    """
+
+    target: str | None = field(default=None, metadata=POSITIONAL)
+    """A model, a run file, a plan file, or the folder of an earlier run."""
+    data: str | None = None
+    """The same as --dataset-name."""
+    out: str | None = None
+    """The same as --output-dir."""
+    resume: bool = False
+    """Go on after the newest good checkpoint of the run folder."""
+    cluster: str | None = None
+    """The cluster file to plan with, as `shardwise probe` writes it; measured now (within 20 s) if nothing is said."""
+    gpus: str | None = None
+    """Plan with data sheets instead, such as 2xrtx-5090."""
+    keys: dict[str, Any] = field(default_factory=dict[str, Any], metadata=flags_of(RunFile))
+    """The keys of a run file that were given as flags."""
+
+
+def run(options: Options) -> int:
+    """Everything, in order; returns 0 when the run has come to its end."""
+    from shardwise.cli.target import read_target
+    from shardwise.launch.environment import rank_environment
+
+    require_training()
+    target = read_target(options.target, _flags(options))
+    if target.run.dataset_name is None:
+        raise ConfigError("nothing to train on: name a file, a hub id or random:N with --data")
+    joined = rank_environment(os.environ)
+    if joined is not None and target.plan is None and options.cluster is None and options.gpus is None:
+        raise UsageError(
+            f"{joined.launcher} started {joined.world_size} ranks, and each would measure and plan for itself; give "
+            "them one plan file, or --cluster FILE"
+        )
+    prepared = dataclasses.replace(target.run, model_name_or_path=_weights(target.run))
+    plan = target.plan or _plan(options, prepared)
+    speaks = joined is None or joined.rank == 0
+    return _train(prepared, plan, speaks=speaks)
+
+
+def require_training() -> None:
+    """Say what is missing before anything is read.
+
+    Raises:
+        MissingExtraError: If a package of the extra `train` is not installed.
+    """
+    for module in NEEDED:
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtraError("Training", "train", module)
+
+
+def _flags(options: Options) -> dict[str, Any]:
+    flags = dict(options.keys)
+    for key, short, value in (("dataset_name", "data", options.data), ("output_dir", "out", options.out)):
+        if value is None:
+            continue
+        if key in flags:
+            raise UsageError(f"--{short} and --{key.replace('_', '-')} are the same; say one of them")
+        flags[key] = value
+    if options.resume:
+        flags.setdefault("resume_from_checkpoint", True)
+    return flags
+
+
+def _weights(run: RunFile) -> str:
+    """What transformers can load: a folder or a hub id."""
+    from shardwise.facts.hub import find_model
+
+    found = find_model(run.model_name_or_path, run.model_revision)
+    if found.weights is None and not run.random_init:
+        raise ConfigError(
+            f"{run.model_name_or_path} is a config file without weights; name its folder, or say --random-init"
+        )
+    return found.weights or run.model_name_or_path
+
+
+def _plan(options: Options, run: RunFile) -> Plan:
+    from shardwise.trainer.run import data_lengths
+    from shardwise.verify import trials
+
+    cluster = _cluster(options, Path(run.output_dir))
+    return trials.plan_run(run, cluster, data_lengths(run))
+
+
+def _cluster(options: Options, folder: Path) -> Cluster:
+    from shardwise.vocabulary import codec
+    from shardwise.vocabulary.cluster import Cluster
+
+    if options.cluster is not None and options.gpus is not None:
+        raise UsageError("--cluster and --gpus both say what the machine is; say one of them")
+    if options.cluster is not None:
+        return codec.read_noun(Cluster, Path(options.cluster))
+    if options.gpus is not None:
+        from shardwise.facts.catalog import parse_gpus
+
+        return parse_gpus(options.gpus)
+    from shardwise.probe.launch import measure
+    from shardwise.probe.options import ProbeOptions
+
+    _say("Measuring the cards and the wire (within 20 s; --cluster FILE skips this)")
+    folder.mkdir(parents=True, exist_ok=True)
+    return measure(ProbeOptions(quick=True, checkpoint_dir=folder))
+
+
+def _train(run: RunFile, plan: Plan, *, speaks: bool) -> int:
+    from shardwise.verify import trials
+
+    trial = trials.prepare(run, plan)
+    cuda = plan.cluster.gpu.architecture != "cpu"
+    _check_cards(plan, cuda=cuda)
+    if not speaks:
+        from shardwise.launch.local import LaunchOptions, launch
+        from shardwise.trainer.run import run_training
+
+        ranks = LaunchOptions(num_ranks=trial.candidate.strategy.num_ranks, device="cuda" if cuda else "cpu")
+        launch(run_training, (run, trial.candidate.strategy), ranks)
+        return 0
+    _say_plan(trial)
+    ledger = trials.execute(trial, cuda=cuda)
+    from shardwise.report.folder import read_folder
+    from shardwise.report.html import write_report
+    from shardwise.report.style import Style
+    from shardwise.report.text import ledger_page
+
+    sys.stdout.write(ledger_page(ledger, Style.of(sys.stdout)))
+    write_report(read_folder(trial.folder), trial.folder / REPORT_FILE)
+    sys.stdout.write(f"{trial.folder / REPORT_FILE}\n")
+    return 0
+
+
+def _check_cards(plan: Plan, *, cuda: bool) -> None:
+    """Raises ResourceError if this machine lacks cards that the plan counts on."""
+    import torch
+
+    wanted = plan.cluster.gpus_per_node
+    if cuda and torch.cuda.device_count() < wanted:
+        raise ResourceError(
+            f"the plan is for {wanted} × {plan.cluster.gpu.name} a machine, and torch sees {torch.cuda.device_count()} "
+            "here; plan for this machine (shardwise probe), or look with shardwise probe --inventory"
+        )
+
+
+def _say_plan(trial: Trial) -> None:
+    from shardwise.report import words
+
+    strategy, job = trial.candidate.strategy, trial.plan.job
+    _say(f"{words.full_name(strategy)}: {words.describe_settings(strategy)}")
+    _say("  " + words.describe_batch(strategy, job.sequence_length))
+    for text in words.sentence_about(trial.candidate, trial.plan):
+        _say("  " + text)
+    _say(f"  Why: {trial.plan.reason}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
