@@ -14,7 +14,8 @@ R bytes of an element in compute, in the master copy and on the wire:
     gradients          M * P / N once reduced; before that, where a stage accumulates whole gradients, R * P
     root gradients     E * root, from the head's backward to the end of the backward pass: the root is reduced last
 
-One rank in a group still casts and copies, but its reduce needs no input buffer of its own.
+One rank in a group still casts and copies, but its reduce needs no input buffer of its own. What is offloaded to the
+host is not on the card: see `levers/offload`.
 """
 
 from __future__ import annotations
@@ -64,15 +65,18 @@ def stores(place: Placement) -> tuple[Term, ...]:
 
 
 def weights(place: Placement) -> tuple[Term, ...]:
-    """Master copies of what is trained, and frozen weights."""
-    shards = place.strategy.dp_shard
+    """Master copies of what is trained (in compute dtype where masters wait on the host), and frozen weights."""
+    shards, offload = place.strategy.dp_shard, place.strategy.offload
+    if offload == "parameters":
+        return ()
+    each = place.master_bytes if offload == "none" else place.element_bytes
     terms = [
         Term(
             category=Category.PARAMETER,
             name="trainable weights",
-            bytes=-(-place.trainable * place.master_bytes // shards),
+            bytes=-(-place.trainable * each // shards),
             alive=ALWAYS,
-            formula=f"{place.master_bytes} B x {place.trainable:,} / {shards}",
+            formula=f"{each} B x {place.trainable:,} / {shards}",
             source=SOURCE,
         )
     ]
@@ -96,6 +100,10 @@ def gradients(place: Placement) -> tuple[Term, ...]:
     reduced = -(-place.trainable * place.master_bytes // place.strategy.dp_shard)
     whole = place.trainable * place.reduce_bytes
     before, until = (reduced, "sharded") if not whole_gradients(place) else (whole, "whole")
+    if place.strategy.offload != "none":
+        early = span(Instant.FORWARD, Instant.BACKWARD_LAST)
+        kept = before if whole_gradients(place) else 0
+        return (_gradient("accumulated gradients", kept, early, f"from earlier micro-batches, {until}"),)
     last_groups = [group for group in place.groups if group.site != "block"]
     pending = sum(group.elements and group.trainable for group in last_groups)
     pending_bytes = -(-pending * place.master_bytes // place.strategy.dp_shard)

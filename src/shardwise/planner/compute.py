@@ -16,7 +16,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.levers.checkpointing.cost import attention_flops_per_token, recomputed_share
+from shardwise.levers.checkpointing.cost import attention_flops_per_token, recomputed
+from shardwise.levers.offload.cost import update_seconds
 from shardwise.levers.optimizer.cost import step_traffic_bytes
 from shardwise.levers.precision.cost import COMPUTE_DTYPE
 from shardwise.vocabulary.cluster import Cluster, RatePoint
@@ -65,13 +66,16 @@ def compute_times(place: Placement, cluster: Cluster) -> ComputeTimes:
     forward = matrices + attention + traffic
     weight_gradients = 1.0 if place.trains_all else _adapter_share(place)
     backward = matrices * (1 + weight_gradients) + attention * ATTENTION_BACKWARD_FLOPS + 2 * traffic
-    backward += forward * recomputed_share(place.strategy.checkpointing)
+    again = recomputed(place)
+    backward += matrices * again.matrices + attention * again.attention + traffic * again.elementwise
     return ComputeTimes(
         block_forward=forward,
         block_backward=backward,
         head=_head_seconds(place, rates) if place.is_last else 0.0,
         embedding=4 * place.typical_tokens * place.model.hidden_size * place.element_bytes / rates.traffic,
-        optimizer=step_traffic_bytes(place) / rates.traffic,
+        optimizer=step_traffic_bytes(place) / rates.traffic
+        if place.strategy.offload == "none"
+        else update_seconds(place, cluster),
         host_per_block=_host_seconds(place, cluster),
     )
 
@@ -191,7 +195,7 @@ def _host_seconds(place: Placement, cluster: Cluster) -> float:
     kernels = KERNELS_COMPILED if place.strategy.compile_blocks else KERNELS_EAGER
     if not place.trains_all:
         kernels += 5 * len(adapted(place.model, place.job.lora))
-    passes = 3 + recomputed_share(place.strategy.checkpointing)
+    passes = 3 + recomputed(place).elementwise
     if cluster.gpu.architecture == "cpu":
         return passes * kernels * CPU_KERNEL_SECONDS
     launch = cluster.measurements.launch_gap_seconds or LAUNCH_SECONDS

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from shardwise.axes.replicate import cost as replicate
 from shardwise.axes.shard import cost as shard
+from shardwise.levers.adapters import cost as adapters
 from shardwise.levers.checkpointing import cost as checkpointing
 from shardwise.levers.loss import cost as loss
+from shardwise.levers.offload import cost as offload
 from shardwise.levers.optimizer import cost as optimizer
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job
@@ -23,6 +25,8 @@ SLACK_SHARE = 0.05
 LIBRARY_BYTES = 40 * MIB
 """Workspaces that cuBLAS and attention kernels take from torch's allocator."""
 
+_MOVING = (Category.ACTIVATION, Category.TEMPORARY)
+
 
 def memory(job: Job, cluster: Cluster, strategy: Strategy) -> MemoryBreakdown:
     """The breakdown of the fullest rank."""
@@ -33,7 +37,7 @@ def memory(job: Job, cluster: Cluster, strategy: Strategy) -> MemoryBreakdown:
 
 def breakdown(place: Placement, cluster: Cluster) -> MemoryBreakdown:
     """The breakdown of one rank."""
-    modules = (replicate, shard, optimizer, checkpointing, loss)
+    modules = (replicate, shard, offload, optimizer, checkpointing, adapters, loss)
     terms = tuple(term for module in modules for term in module.stores(place) if term.bytes)
     return MemoryBreakdown(terms=terms + runtime(place, cluster, terms))
 
@@ -42,9 +46,8 @@ def runtime(place: Placement, cluster: Cluster, terms: tuple[Term, ...]) -> tupl
     """What is not a tensor: the allocator's slack, the context, the communicators."""
     if cluster.gpu.architecture == "cpu":
         return ()
-    moving = MemoryBreakdown(terms=terms)
-    peak = moving.by_category()
-    slack = SLACK_SHARE * (peak[Category.ACTIVATION] + peak[Category.TEMPORARY])
+    moving = MemoryBreakdown(terms=tuple(term for term in terms if term.category in _MOVING))
+    slack = SLACK_SHARE * moving.allocated_bytes
     context = cluster.measurements.context_bytes
     communicator = cluster.measurements.communicator_bytes
     groups = sum(place.strategy.degree(axis) > 1 for axis in Axis)

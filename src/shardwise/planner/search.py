@@ -20,6 +20,7 @@ from shardwise.axes.tensor import cost as tensor
 from shardwise.errors import ConfigError
 from shardwise.levers.accumulation import cost as accumulation
 from shardwise.levers.adapters import cost as adapters
+from shardwise.levers.offload import cost as offload
 from shardwise.levers.precision import cost as precision
 from shardwise.planner import rules
 from shardwise.planner.compute import MATMUL_SHARE, model_flops_per_token
@@ -42,7 +43,7 @@ from shardwise.vocabulary.strategy import (
 )
 from shardwise.vocabulary.timeline import Collective, StepTimeline
 
-_LEGAL = (replicate, shard, tensor, pipeline, accumulation, adapters, precision)
+_LEGAL = (replicate, shard, tensor, pipeline, accumulation, adapters, offload, precision)
 SIMULATED = 4
 """Candidates of one kind whose step is simulated block by block; the rest is ranked by the quick estimate."""
 
@@ -150,7 +151,7 @@ def price(
     used = used or memory(job, cluster, strategy)
     slowest = _slowest_stage(job, cluster, strategy, spans=spans)
     step, messages = slowest.step, slowest.messages
-    tokens_per_s = strategy.global_batch_size * job.sequence_length / step.seconds
+    tokens_per_s = strategy.global_batch_size * job.typical_length(strategy.micro_batch_size) / step.seconds
     place = Placement(job=job, strategy=strategy)
     peak = cluster.gpu.peak_flops.get("bf16" if strategy.precision != "fp32" else "fp32", 0.0) * strategy.num_ranks
     low, high = interval(used.device_bytes, memory_spread(used))

@@ -7,6 +7,7 @@ backward  the all_gather of the block before starts with the block's backward (p
           block's gradients exist; both share the group's lane, in the order of their issue
           (with dp_replicate > 1 reductions then pass on the replicate lane)
 tensor    sums stand in the way: nothing hides them
+offload   a group's copy up lengthens its gather, its gradients' way down lengthens its reduction
 step      the optimizer waits for all reductions
 
 Equal micro-batches repeat: the first, one inner and the last are simulated, the inner one counts as often as it occurs.
@@ -14,12 +15,14 @@ Equal micro-batches repeat: the first, one inner and the last are simulated, the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardwise.axes.pipeline import cost as pipeline
 from shardwise.axes.replicate import cost as replicate
 from shardwise.axes.shard import cost as shard
 from shardwise.axes.tensor import cost as tensor
+from shardwise.levers.offload import cost as offload
 from shardwise.planner.compute import ComputeTimes, compute_times
 from shardwise.planner.wire import collective_seconds
 from shardwise.vocabulary.cluster import Cluster
@@ -40,8 +43,37 @@ def step_timeline(place: Placement, cluster: Cluster, *, keep_spans: bool = Fals
     """Predict one optimizer step of this rank."""
     messages = sends(place)
     prices = [(message, collective_seconds(cluster, place.strategy, message)) for message in messages]
-    simulation = _Simulation(place, compute_times(place, cluster), prices, keep_spans=keep_spans)
+    lanes = _Lanes(prices=tuple(prices), copies=tuple(_copies(place, cluster)))
+    simulation = _Simulation(place, compute_times(place, cluster), lanes, keep_spans=keep_spans)
     return simulation.run(cluster)
+
+
+def _copies(place: Placement, cluster: Cluster) -> Iterator[_Copy]:
+    """Copies between host and card for every kind of group."""
+    if place.strategy.offload == "none":
+        return
+    rate = offload.pcie_bytes_per_s(cluster)
+    for group in place.groups:
+        moved = offload.copies(place, group)
+        yield _Copy(site=group.site, up=moved.up / rate, down=moved.down / rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    """Seconds over PCIe for one group."""
+
+    site: Site
+    up: float
+    down: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lanes:
+    """Everything that is not compute."""
+
+    prices: tuple[tuple[Collective, float], ...]
+    """Messages and the seconds of one of each."""
+    copies: tuple[_Copy, ...] = ()
 
 
 @dataclass
@@ -71,9 +103,9 @@ class _Simulation:
     """The event simulation of one rank; see [Note: what waits for what]."""
 
     def __init__(
-        self, place: Placement, times: ComputeTimes, prices: list[tuple[Collective, float]], *, keep_spans: bool
+        self, place: Placement, times: ComputeTimes, lanes: _Lanes, *, keep_spans: bool
     ) -> None:
-        self.place, self.times, self.prices = place, times, prices
+        self.place, self.times, self.prices, self.copies = place, times, lanes.prices, lanes.copies
         self.blocks = place.num_blocks
         self.accumulation = place.strategy.accumulation
         self.serial_forward, self.serial_backward = self._serial("forward"), self._serial("backward")
@@ -106,6 +138,11 @@ class _Simulation:
                     continue
                 into = found.replicate if message.axis is Axis.DP_REPLICATE else found.reduce
             into[message.site] = into.get(message.site, 0.0) + seconds
+        for copy in self.copies:
+            found.gather_forward[copy.site] = found.gather_forward.get(copy.site, 0.0) + copy.up
+            if copy.site != "root":
+                found.gather_backward[copy.site] = found.gather_backward.get(copy.site, 0.0) + copy.up
+            found.reduce[copy.site] = found.reduce.get(copy.site, 0.0) + copy.down
         return found
 
     def run(self, cluster: Cluster) -> StepTimeline:
@@ -244,7 +281,7 @@ def estimate_seconds(place: Placement, cluster: Cluster) -> float:
     compute_forward = times.block_forward * blocks * steps
     compute_backward = times.block_backward * blocks * steps
     step = max(compute_forward, forward) + max(compute_backward, backward) + serial + last
-    step += (times.head + times.embedding) * steps
+    step += (times.head + times.embedding + sum(copy.up + copy.down for copy in _copies(place, cluster))) * steps
     step = max(step, times.host_per_block * blocks * steps)
     idle = pipeline.idle_share(place.strategy)
     return step / (1 - idle) + times.optimizer

@@ -1,10 +1,14 @@
-"""LoRA and QLoRA: which jobs allow them. Their bytes are in the Placement, which every cost reads."""
+"""LoRA and QLoRA: which jobs allow them, and the matrix that is unpacked from 4 bits.
+
+The bytes of adapters and frozen weights are in the Placement, which every cost reads.
+"""
 
 from __future__ import annotations
 
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job
-from shardwise.vocabulary.placement import adapted
+from shardwise.vocabulary.memory import Category, Instant, Term
+from shardwise.vocabulary.placement import Placement, adapted
 from shardwise.vocabulary.plan import Refusal
 from shardwise.vocabulary.strategy import Strategy
 
@@ -23,3 +27,20 @@ def legal(job: Job, cluster: Cluster, strategy: Strategy) -> tuple[Refusal, ...]
         message = "QLoRA's 4-bit weights need a CUDA card; use lora on this machine"
         refusals.append(Refusal(strategy=strategy, rule="qlora_needs_cuda", message=message))
     return tuple(refusals)
+
+
+def stores(place: Placement) -> tuple[Term, ...]:
+    """One frozen matrix in compute dtype: 4-bit weights are unpacked for each product and dropped after it."""
+    if place.strategy.tuning != "qlora":
+        return ()
+    largest = max(linear.matrix_parameters for linear in place.model.linears)
+    return (
+        Term(
+            category=Category.TEMPORARY,
+            name="unpacked matrix",
+            bytes=place.element_bytes * largest // place.strategy.tp,
+            alive=(Instant.FORWARD, Instant.BACKWARD_FIRST, Instant.BACKWARD_LAST, Instant.EVALUATION),
+            formula=f"{place.element_bytes} B x {largest:,}",
+            source="bitsandbytes MatMul4Bit: dequantized for each product",
+        ),
+    )

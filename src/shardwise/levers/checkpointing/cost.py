@@ -12,24 +12,27 @@ f feed-forward, ad and gd widths of query and key/value heads, a query heads:
 A compiled block keeps the inputs of its matrices and recomputes the elementwise rest: the norm's input and result
 (E 2h), q, k, v, output, gate, up, product (E 3 f).
 
-A frozen matrix needs no input for its backward, so under LoRA the result of a norm and the product stay only where an
-adapter reads them; dropout gives every adapter its own copy of its input, and a mask of one byte.
+A frozen matrix needs no input for its backward, so under LoRA the normalized value, the result of a norm and the product
+fall away; the last two stay where an adapter reads them. Dropout gives every adapter its own copy of its input, and a
+mask of one byte.
+
+Checkpointing in full keeps the block's input (E h). Selective also keeps attention's output and logsumexp and the
+outputs of every second matrix product, adapters' included, counted from the first; a compiled block drops what its
+backward does not read, which is the last matrix's output.
 
 Source: saved tensors counted on CPU, equal to the byte for Llama and Qwen3 shapes; the compiled form from the slope of
-peak memory over micro-batches on H200 (`docs/accuracy.md`).
+peak memory over micro-batches on H200, full and LoRA (`docs/accuracy.md`); selective as `apply.py` chooses.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from shardwise.vocabulary.memory import Category, Instant, Term, span
 from shardwise.vocabulary.model import ModelShape
-from shardwise.vocabulary.placement import Placement, adapted
-from shardwise.vocabulary.strategy import Checkpointing
+from shardwise.vocabulary.placement import Placement, adapted, splits_input
 
 SOURCE = "[Note: saved activations]"
-SHARE_KEPT_BY_SELECTIVE = 0.5
-"""Selective keeps attention's output and every second matrix product."""
-
 _SAVED = span(Instant.FORWARD, Instant.BACKWARD_FIRST)
 
 
@@ -37,7 +40,7 @@ def stores(place: Placement) -> tuple[Term, ...]:
     """Saved activations of all blocks in flight, the block that is being recomputed, and passing values."""
     each = round(place.tokens * kept_per_token(place))
     blocks, in_flight = place.num_blocks, place.micro_batches_in_flight
-    inside = round(place.tokens * saved_per_token(place)) if place.strategy.checkpointing != "none" else 0
+    inside = round(place.tokens * recomputed_per_token(place))
     passing = round(place.tokens * passing_per_token(place))
     total = each * blocks * in_flight
     terms = [
@@ -59,9 +62,26 @@ def _activation(name: str, num_bytes: int, alive: tuple[Instant, ...], formula: 
     return Term(category=Category.ACTIVATION, name=name, bytes=num_bytes, alive=alive, formula=formula, source=SOURCE)
 
 
-def recomputed_share(checkpointing: Checkpointing) -> float:
-    """Share of a block's forward that runs again in backward."""
-    return {"none": 0.0, "selective": SHARE_KEPT_BY_SELECTIVE, "full": 1.0}[checkpointing]
+@dataclass(frozen=True, kw_only=True)
+class Recomputed:
+    """Shares of a block's forward that run again in backward."""
+
+    matrices: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+
+
+def recomputed(place: Placement) -> Recomputed:
+    """What the backward of a block computes again."""
+    kind = place.strategy.checkpointing
+    if kind == "none":
+        return Recomputed()
+    if kind == "full":
+        return Recomputed(matrices=1.0, attention=1.0, elementwise=1.0)
+    products = _products(place)
+    total = sum(product.elements for product in products)
+    again = sum(product.elements for product in products[1::2])
+    return Recomputed(matrices=again / total, elementwise=1.0)
 
 
 def kept_per_token(place: Placement) -> float:
@@ -69,10 +89,53 @@ def kept_per_token(place: Placement) -> float:
     boundary = place.element_bytes * place.model.hidden_size / _sequence_split(place)
     if place.strategy.checkpointing == "full":
         return boundary
-    saved = saved_per_token(place)
-    if place.strategy.checkpointing == "selective":
-        return boundary + SHARE_KEPT_BY_SELECTIVE * saved
-    return saved
+    if place.strategy.checkpointing == "none":
+        return saved_per_token(place)
+    model, tp = place.model, place.strategy.tp
+    attention = (place.element_bytes * model.query_size + 4 * model.num_attention_heads) / tp
+    products = _products(place)[::2]
+    if place.strategy.compile_blocks:
+        products = [product for product in products if not product.is_last]
+    return boundary + attention + place.element_bytes * sum(product.out_features for product in products)
+
+
+def recomputed_per_token(place: Placement) -> float:
+    """Bytes a token of one block that its backward makes again before it reads them."""
+    if place.strategy.checkpointing == "none":
+        return 0.0
+    if place.strategy.checkpointing == "full":
+        return saved_per_token(place)
+    boundary = place.element_bytes * place.model.hidden_size / _sequence_split(place)
+    return max(0.0, saved_per_token(place) - kept_per_token(place) + boundary)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Product:
+    """One matrix product of a block, as selective checkpointing counts them."""
+
+    elements: float
+    """Of the matrix, for one token, on this rank."""
+    out_features: float
+    is_last: bool = False
+
+
+def _products(place: Placement) -> list[_Product]:
+    """The products of a block in their order; an adapter's two follow its matrix."""
+    tp, lora = place.strategy.tp, place.job.lora
+    with_adapter = set() if place.trains_all else {linear.name for linear in adapted(place.model, lora)}
+    products: list[_Product] = []
+    for linear in place.model.linears:
+        split_out = 1 if splits_input(linear) or linear.site == "router" else tp
+        rows = linear.active_copies
+        elements = rows * linear.matrix_parameters / (1 if linear.site == "router" else tp)
+        is_last = linear is place.model.linears[-1]
+        out = rows * linear.out_features / split_out
+        products.append(_Product(elements=elements, out_features=out, is_last=is_last))
+        if linear.name in with_adapter:
+            products.append(_Product(elements=lora.r * linear.in_features / tp, out_features=lora.r))
+            up = _Product(elements=lora.r * linear.out_features / tp, out_features=out, is_last=is_last)
+            products.append(up)
+    return products
 
 
 def saved_per_token(place: Placement) -> float:
@@ -87,8 +150,8 @@ def _sequence_split(place: Placement) -> int:
 
 def _norms(place: Placement) -> float:
     model, element, compiled = place.model, place.element_bytes, place.strategy.compile_blocks
-    result = element if place.trains_all or compiled else 0
-    each = element + result if compiled else 4 + (element if place.trains_all else 0) + result
+    result = element if place.trains_all else 0
+    each = element + result if compiled else 4 + 2 * result
     heads = 0.0
     if model.qk_norm:
         width = (model.query_size + model.key_value_size) / place.strategy.tp
@@ -109,7 +172,7 @@ def _attention(place: Placement) -> float:
 
 def _feed_forward(place: Placement) -> float:
     model, element = place.model, place.element_bytes
-    tensors = 3 if place.strategy.compile_blocks or not place.trains_all else 4
+    tensors = (2 if place.strategy.compile_blocks else 3) + (1 if place.trains_all else 0)
     width = tensors * model.intermediate_size * element / place.strategy.tp
     if not model.is_mixture:
         return width

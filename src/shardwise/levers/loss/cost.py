@@ -28,17 +28,21 @@ def stores(place: Placement) -> tuple[Term, ...]:
         return ()
     hidden = place.tokens * place.model.hidden_size * place.element_bytes
     terms = [_term("logits", logit_bytes(place), (Instant.LOSS,), "see [Note: bytes of a logit]")]
+    forward = logit_bytes(place) * (place.element_bytes + 8) // per_logit(place)
+    terms.append(_term("logits in evaluation", forward, (Instant.EVALUATION,), "forward only, of one micro-batch"))
     terms.append(_term("last hidden states", hidden, (Instant.LOSS,), "final norm's input and result"))
     return (*terms, *_head_gradient(place))
+
+
+def per_logit(place: Placement) -> int:
+    """Bytes of one logit at the peak; see [Note: bytes of a logit]."""
+    return max(place.element_bytes + 8, 12)
 
 
 def logit_bytes(place: Placement) -> int:
     """Peak bytes of logits, log-softmax and gradients."""
     vocab = -(-place.model.vocab_size // place.strategy.tp)
-    per_logit = max(place.element_bytes + 8, 12)
-    if place.strategy.loss == "plain":
-        return per_logit * place.tokens * vocab
-    return per_logit * chunk_tokens(place) * vocab
+    return per_logit(place) * chunk_tokens(place) * vocab
 
 
 def chunk_tokens(place: Placement) -> int:

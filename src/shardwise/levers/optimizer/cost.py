@@ -32,7 +32,7 @@ def stores(place: Placement) -> tuple[Term, ...]:
     """Moments, from the first step on; on the host where they are offloaded or paged out."""
     strategy = place.strategy
     per_parameter = state_bytes_per_parameter(strategy.optimizer, place.master_bytes)
-    if strategy.offload in ("optimizer", "parameters"):
+    if strategy.offload != "none" or strategy.optimizer == "paged_adamw_8bit":
         return ()
     local = place.trainable / strategy.dp_shard
     terms = [

@@ -1,0 +1,147 @@
+"""How other training stacks differ from our engine, as far as memory is concerned: physical differences with a reason.
+
+A case of tests/golden/cases.jsonl names the stack it was measured on. The planner's formulas price what all stacks
+share (weights, gradients, moments, activations, loss); what a stack does differently is written here once for all its
+cases. There is no constant for a single case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from shardwise.axes import fully_shard
+from shardwise.axes.replicate import cost as replicate
+from shardwise.axes.shard import cost as shard
+from shardwise.levers.adapters import cost as adapters
+from shardwise.levers.checkpointing import cost as checkpointing
+from shardwise.levers.loss import cost as loss
+from shardwise.levers.offload import cost as offload
+from shardwise.levers.optimizer import cost as optimizer
+from shardwise.planner.memory import runtime
+from shardwise.vocabulary.cluster import Cluster
+from shardwise.vocabulary.memory import ALWAYS, STEP, Category, Instant, MemoryBreakdown, Term, span
+from shardwise.vocabulary.placement import Group, Placement, adapted
+
+Modules = Literal["plain", "ddp", "fully_shard", "fsdp1", "deepspeed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """What carried a case."""
+
+    modules: Modules
+    """plain: torch modules on one card, autocast where precision is mixed. ddp: the same in DistributedDataParallel.
+    fully_shard, fsdp1, deepspeed: blocks wrapped, embedding and head left to the root."""
+    kernels: Literal["torch", "liger", "litgpt"] = "torch"
+    """liger: fused norms and gated activation, which keep what compiled code keeps."""
+    loss: Literal["plain", "compiled", "torchtune_chunked", "hf_before_4_45"] = "plain"
+    optimizer_in_backward: bool = False
+    activation_offload: bool = False
+    adapters: Literal["shared_input", "own_copies"] = "shared_input"
+    """own_copies: fp32 adapters under autocast, as PEFT trains them by default: every adapter casts its own input."""
+    nf4: Literal["double", "single"] = "double"
+
+
+LOGIT_BYTES = {
+    "compiled": 8,  # bf16 logits and their gradient, fp32 log-softmax; the compiler makes no second fp32 copy
+    "hf_before_4_45": 18,  # logits.float() and its shifted contiguous copy (4 + 4) on top of bf16 2, softmax 4, grad 4
+    "torchtune_chunked": 3.5,  # bf16 logits whole, an eighth of them in fp32 at a time (12 / 8)
+}
+"""Bytes a logit at the instant of the loss, where a stack's code differs from today's Hugging Face code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerPlacement(Placement):
+    """A Placement whose embedding lies in the root group, as peers wrap models."""
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Blocks and the root."""
+        blocks = tuple(group for group in super().groups if group.site == "block")
+        others = [group for group in super().groups if group.site != "block"]
+        root = Group(
+            site="root",
+            count=1,
+            trainable=sum(group.trainable for group in others),
+            frozen=sum(group.frozen for group in others),
+        )
+        return (*blocks, root)
+
+
+def breakdown(place: PeerPlacement, stack: Stack, cluster: Cluster) -> MemoryBreakdown:
+    """All terms of a case on its stack."""
+    terms = [*_states(place, stack), *offload.stores(place), *optimizer.stores(place), *adapters.stores(place)]
+    terms += [*_activations(place, stack), *_loss(place, stack)]
+    kept = tuple(term for term in terms if term.bytes)
+    return MemoryBreakdown(terms=kept + runtime(place, cluster, kept))
+
+
+def _states(place: PeerPlacement, stack: Stack) -> tuple[Term, ...]:
+    if stack.modules not in ("plain", "ddp"):
+        return replicate.stores(place) + shard.stores(place)
+    terms = list(fully_shard.weights(place))
+    if stack.nf4 == "single" and place.quantized:
+        extra = place.quantized * (fully_shard.NF4_BYTES - fully_shard.NF4_DOUBLE_BYTES)
+        terms.append(_term(Category.PARAMETER, "single quantized scales", extra, ALWAYS))
+    if place.trains_all and place.master_bytes != place.element_bytes:
+        copies = place.element_bytes * place.trainable
+        during = span(Instant.FORWARD, Instant.BACKWARD_LAST)
+        terms.append(_term(Category.TEMPORARY, "casts that autocast keeps", copies, during))
+    whole = place.trainable * place.master_bytes
+    if stack.optimizer_in_backward:
+        largest = max(place.model.embedding_parameters, place.model.block_parameters) * place.master_bytes
+        terms.append(_term(Category.GRADIENT, "gradient of one tensor", largest, (Instant.LOSS, Instant.REDUCE_LAST)))
+        return tuple(terms)
+    late = (Instant.BACKWARD_LAST, Instant.REDUCE_LAST, Instant.OPTIMIZER)
+    always = STEP if place.strategy.accumulation > 1 else late
+    terms.append(_term(Category.GRADIENT, "gradients", whole, always))
+    if stack.modules == "ddp":
+        terms.append(_term(Category.GRADIENT, "buckets of DistributedDataParallel", whole, ALWAYS))
+    return tuple(terms)
+
+
+def _activations(place: PeerPlacement, stack: Stack) -> tuple[Term, ...]:
+    fused = stack.kernels == "liger" or place.strategy.compile_blocks
+    as_saved = dataclasses.replace(place, strategy=dataclasses.replace(place.strategy, compile_blocks=fused))
+    terms = list(checkpointing.stores(as_saved))
+    if stack.adapters == "own_copies":
+        terms += _own_copies(place)
+    if stack.activation_offload:
+        kept = 2 * place.tokens * place.model.hidden_size * place.element_bytes
+        terms = [term if term.name != "saved activations" else dataclasses.replace(term, bytes=kept) for term in terms]
+    return tuple(terms)
+
+
+def _own_copies(place: PeerPlacement) -> list[Term]:
+    """Each adapter's own cast of its input, beyond the inputs that are shared already."""
+    targets = adapted(place.model, place.job.lora)
+    if place.job.lora.dropout > 0:
+        return []  # dropout gives each adapter its own copy already
+    own = sum(linear.in_features for linear in targets)
+    names = {linear.name: linear.in_features for linear in targets}
+    shared = max((names.get(name, 0) for name in ("q_proj", "k_proj", "v_proj")), default=0)
+    shared += max((names.get(name, 0) for name in ("gate_proj", "up_proj")), default=0) + names.get("down_proj", 0)
+    each = round(place.tokens * place.element_bytes * (own - shared))
+    if place.strategy.checkpointing != "none":
+        during = (Instant.BACKWARD_FIRST, Instant.BACKWARD_LAST)
+        return [_term(Category.ACTIVATION, "adapters' own inputs", each, during)]
+    during = span(Instant.FORWARD, Instant.BACKWARD_FIRST)
+    return [_term(Category.ACTIVATION, "adapters' own inputs", each * place.num_blocks, during)]
+
+
+def _loss(place: PeerPlacement, stack: Stack) -> tuple[Term, ...]:
+    terms = loss.stores(place)
+    if stack.loss == "plain":
+        return terms
+    logits = LOGIT_BYTES[stack.loss] * place.tokens * place.model.vocab_size
+    return tuple(dataclasses.replace(term, bytes=round(logits)) if term.name == "logits" else term for term in terms)
+
+
+def _term(category: Category, name: str, num_bytes: float, alive: tuple[Instant, ...]) -> Term:
+    return Term(category=category, name=name, bytes=round(num_bytes), alive=alive, source="benchmarks/stacks.py")
+
+
+

@@ -1,0 +1,1 @@
+"""Offload: weights, gradients and moments that wait in host memory."""
