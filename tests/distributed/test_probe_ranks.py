@@ -171,9 +171,8 @@ def test_four_ranks_form_every_group_of_a_mesh(tmp_path: Path) -> None:
 def test_two_ranks_become_a_cluster_file(tmp_path: Path) -> None:
     lines: list[str] = []
     out = tmp_path / "cluster.yaml"
-    options = ProbeOptions(
-        quick=True, device="cpu", sizes=(8, 4096, MIB), budget_seconds=6.0, out=out, progress=lines.append
-    )
+    sizes = (8, 4096, MIB)
+    options = ProbeOptions(quick=True, device="cpu", sizes=sizes, budget_seconds=6.0, out=out, progress=lines.append)
     started = time.monotonic()
     report = probe(options)
     assert time.monotonic() - started < 20.0
@@ -195,7 +194,10 @@ def test_two_ranks_become_a_cluster_file(tmp_path: Path) -> None:
     curves = {curve.op: curve for curve in cluster.intra_node.curves}
     assert set(curves) == set(OPS)
     for curve in curves.values():
-        assert [point.bytes for point in curve.points][:2] == [8, 4096]
+        measured = tuple(point.bytes for point in curve.points)
+        assert measured == sizes[: len(measured)]
+        # On a busy machine the time may end before the sizes do, but never without a word.
+        assert measured == sizes or any(skipped.what.startswith(curve.op) for skipped in report.findings.skipped)
         assert all(point.seconds > 0 for point in curve.points)
     assert all(record.verified_elements > 0 and record.iterations >= 5 for record in report.findings.wire)
     assert any("all_reduce" in line for line in lines)

@@ -33,7 +33,7 @@ from shardwise.vocabulary.units import MIB
 
 HANG_SECONDS = 90.0
 """After this long without an answer a collective is given up."""
-WIRE_FLOOR_SECONDS = 2.0
+WIRE_FLOOR_SECONDS = 4.0
 """The wire gets this much even if starting the ranks has used up the budget; a Cluster without a wire is no use."""
 READING_SECONDS = 10.0
 """How long the driver may take to describe its cards."""
