@@ -42,19 +42,21 @@ class SequenceLengths:
     quantiles: tuple[int, ...] = ()
     """Lengths at equal steps of probability from the shortest to the longest, both included; at least two or none."""
 
-    def expected_longest(self, draws: int) -> float:
-        """Mean length of the longest of `draws` sequences: what a padded micro-batch is as wide as.
+    def expected_width(self, micro_batch_size: int, global_batch_size: int) -> float:
+        """Mean tokens of a padded row when each step's sequences are grouped by length into micro-batches.
 
-        Between two quantiles the length is taken to rise evenly.
+        The k-th of n sorted sequences is taken at probability k / (n + 1); a micro-batch is as wide as its longest.
         """
         if len(self.quantiles) < 2:
-            return self.mean if draws == 1 else float(self.longest)
-        steps = len(self.quantiles) - 1
-        total = 0.0
-        for i in range(steps):
-            weight = ((i + 1) / steps) ** draws - (i / steps) ** draws
-            total += weight * (self.quantiles[i] + self.quantiles[i + 1]) / 2
-        return total
+            return self.mean if micro_batch_size == 1 else float(self.longest)
+        groups = max(1, global_batch_size // micro_batch_size)
+        at = (self._quantile((i + 1) * micro_batch_size / (global_batch_size + 1)) for i in range(groups))
+        return sum(at) / groups
+
+    def _quantile(self, probability: float) -> float:
+        position = min(max(probability, 0.0), 1.0) * (len(self.quantiles) - 1)
+        low = min(int(position), len(self.quantiles) - 2)
+        return self.quantiles[low] + (position - low) * (self.quantiles[low + 1] - self.quantiles[low])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,4 +95,4 @@ class Job:
         """
         if self.lengths is None or self.packing:
             return float(self.sequence_length)
-        return self.lengths.expected_longest(micro_batch_size)
+        return self.lengths.expected_width(micro_batch_size, self.global_batch_size)
