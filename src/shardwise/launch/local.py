@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -191,7 +191,7 @@ def _death_notice(rank: int, number: int) -> str:
 
 
 @contextlib.contextmanager
-def _environment(threads: Threads) -> Iterator[None]:
+def _environment(threads: Threads) -> Generator[None]:
     """Sets OMP_NUM_THREADS for the ranks, for as long as they are being started."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads.count)
@@ -205,7 +205,7 @@ def _environment(threads: Threads) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_launcher() -> Iterator[None]:
+def _quiet_launcher() -> Generator[None]:
     """The elastic launcher logs every failure with a table of its own; what we raise says it once."""
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
     before = [logger.level for logger in loggers]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,11 @@ KEEP_GATHERED_BYTES = 4 * 2**30
 
 
 @contextlib.contextmanager
-def forward_only(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients. Afterwards everything gathered is given back: `fully_shard` frees what a
-    forward has gathered in the backward that follows, and here none does.
+def forward_only(model: nn.Module) -> Generator[None]:
+    """Evaluation mode without gradients.
+
+    Afterwards everything gathered is given back: `fully_shard` frees what a forward has gathered in the backward that
+    follows, and here none does.
     """
     was_training = model.training
     model.eval()
@@ -73,7 +75,7 @@ class Sampler:
 
 
 def _prompt_ids(tokenizer: Any, prompt: str) -> Tensor:
-    """Token ids as the chat template wants them, if there is one. [1, T]"""
+    """Token ids as the chat template wants them, if there is one: [1, T]."""
     if getattr(tokenizer, "chat_template", None):
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
@@ -89,7 +91,7 @@ def _stop_ids(model: Any, tokenizer: Any) -> set[int]:
 
 
 def _greedy(model: nn.Module, prompt_ids: Tensor, max_new_tokens: int, stop: set[int]) -> list[int]:
-    """The likeliest token after another; keys and values of earlier tokens are kept. [1, T] -> ids"""
+    """The likeliest token after another; keys and values of earlier tokens are kept: [1, T] -> ids."""
     name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
     cache: Any = None
     inputs, new_ids = prompt_ids, list[int]()
@@ -105,13 +107,13 @@ def _greedy(model: nn.Module, prompt_ids: Tensor, max_new_tokens: int, stop: set
 
 
 @contextlib.contextmanager
-def _kept_gathered(model: nn.Module, strategy: Strategy) -> Iterator[None]:
+def _kept_gathered(model: nn.Module, strategy: Strategy) -> Generator[None]:
     """Blocks stay gathered from one token to the next, if they would be freed and the model is small enough."""
     size = sum(parameter.numel() for parameter in model.parameters()) * compute_dtype(strategy).itemsize
     if strategy.zero_stage in (1, 2) or size > KEEP_GATHERED_BYTES:
         yield
         return
-    blocks = [module for module in fsdp_modules(model) if module is not model]
+    blocks = fsdp_modules(model)[1:]  # the root comes first, and stays gathered of itself
     for module in blocks:
         module.set_reshard_after_forward(False, recurse=False)
     try:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def _make(config: Any, attention: str) -> Any:
 
 
 @contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Generator[None]:
     """Modules made inside have parameters without memory, and real buffers."""
     original = nn.Module.register_parameter
 
@@ -179,7 +179,7 @@ def assign(parameter: nn.Parameter, full: Tensor) -> None:
 
 
 def _initialized(template: Any, name: str, module: nn.Module, seed: int, device: torch.device) -> dict[str, Tensor]:
-    """Whole values of one module's own parameters. [as the module has them]"""
+    """Whole values of one module's own parameters."""
     twin = copy.copy(module)
     twin._parameters = {
         key: None if parameter is None else nn.Parameter(torch.empty_like(parameter, device=device))

@@ -84,16 +84,16 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
     Raises:
         ConfigError: The model has none.
     """
-    names = set(cast(Any, model)._no_split_modules or ())
+    names: set[str] = set(cast(Any, model)._no_split_modules or ())
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) and plain_class(module[0]) in names:
             return module
     raise ConfigError(f"{type(model).__name__} has no list of {', '.join(sorted(names)) or 'blocks'} to split by.")
 
 
-def plain_class(module: nn.Module) -> str:
+def plain_class(module: Any) -> str:
     """Name of a module's own class, under checkpointing and `fully_shard`."""
-    inner: Any = getattr(module, "_checkpoint_wrapped_module", module)
+    inner = getattr(module, "_checkpoint_wrapped_module", module)
     return next(kind.__name__ for kind in type(inner).__mro__ if not issubclass(kind, FSDPModule))
 
 

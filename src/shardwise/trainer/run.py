@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.errors import CheckpointError, ConfigError, PlanMismatchError
+from shardwise.errors import CheckpointError, PlanMismatchError
 from shardwise.levers.optimizer import apply as optimizers
 from shardwise.trainer.checkpoint import Checkpointer, SaveOptions
 from shardwise.trainer.data.batches import BatchOptions, BatchPlan, plan_batches
 from shardwise.trainer.data.collate import CollateOptions
-from shardwise.trainer.data.lengths import sequence_lengths
-from shardwise.trainer.data.options import DataOptions
-from shardwise.trainer.data.store import TokenizedSet, from_samples
-from shardwise.trainer.data.tokenize import prepare
+from shardwise.trainer.data.store import TokenizedSet
 from shardwise.trainer.evaluate import Sampler
 from shardwise.trainer.export import ExportOptions, export
 from shardwise.trainer.feeder import DataSource
@@ -37,11 +31,11 @@ from shardwise.trainer.model import (
     build_skeleton,
     initialize,
     initialize_adapters,
-    load_config,
     materialize,
 )
 from shardwise.trainer.optimizer import optimizer_settings
 from shardwise.trainer.parallelize import parallelize, refuse_unsupported
+from shardwise.trainer.prepare import Prepared, RunWishes, data_lengths, prepare_run
 from shardwise.trainer.progress import Progress
 from shardwise.trainer.schedule import schedule_of
 from shardwise.trainer.sentinels import check_buffers, check_ties, verify_wrapping, wrapped_classes
@@ -50,35 +44,14 @@ from shardwise.trainer.step import Stepper
 from shardwise.trainer.tracking import Tracking
 from shardwise.trainer.weights import load_pretrained_sharded
 from shardwise.vocabulary import codec
-from shardwise.vocabulary.job import LoraSettings, SequenceLengths
+from shardwise.vocabulary.job import LoraSettings
 from shardwise.vocabulary.measured import Sample
 from shardwise.vocabulary.run import RunFile
 from shardwise.vocabulary.strategy import Strategy
 
+__all__ = ["RunWishes", "build_model", "data_lengths", "run_training"]
+
 MEASURED_FILE, FINAL_FOLDER = "measured.json", "final"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunWishes:
-    """What a caller wants besides the run file."""
-
-    measure: bool = True
-    """Watch memory, messages and times in the first steps and write measured.json."""
-    command: str = ""
-    """What started the run, for measured.json."""
-    cache_dir: str | None = None
-    """Where tokenized data is kept; None: `$XDG_CACHE_HOME/shardwise/tokenized`."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Prepared:
-    """What is ready before the ranks meet."""
-
-    config: Any
-    tokenizer: Any
-    train: TokenizedSet
-    plan: BatchPlan
-    held_out: TokenizedSet | None
 
 
 def run_training(run: RunFile, strategy: Strategy, wishes: RunWishes | None = None) -> str:
@@ -98,7 +71,7 @@ def run_training(run: RunFile, strategy: Strategy, wishes: RunWishes | None = No
     wishes = wishes or RunWishes()
     refuse_unsupported(strategy)
     device = choose_device(local_rank())
-    prepared = _prepare(run, strategy, wishes)
+    prepared = prepare_run(run, strategy, wishes)
     join_ranks(device)
     try:
         mesh = build_mesh(strategy, device)
@@ -108,84 +81,7 @@ def run_training(run: RunFile, strategy: Strategy, wishes: RunWishes | None = No
             dist.destroy_process_group()
 
 
-def _prepare(run: RunFile, strategy: Strategy, wishes: RunWishes) -> _Prepared:
-    config = load_config(run)
-    tokenizer = None if run.random_init and _random_rows(run.dataset_name) else _load_tokenizer(run)
-    train = _load_data(run, run.dataset_name, run.dataset_split, config, tokenizer, wishes)
-    if train is None:
-        raise ConfigError("dataset_name is not set: nothing to train on. Give a file, a hub id, or random:N.")
-    held_out = _load_data(run, run.eval_dataset_name, run.eval_dataset_split, config, tokenizer, wishes)
-    options = BatchOptions(
-        global_batch=strategy.global_batch_size,
-        micro_batch=strategy.micro_batch_size,
-        num_ranks=strategy.data_parallel,
-        seed=run.seed,
-        num_train_epochs=run.num_train_epochs,
-        max_steps=run.max_steps or -1,
-        packing=run.packing,
-        max_length=run.max_length,
-        attention_crossover=12 * config.hidden_size,
-    )
-    return _Prepared(
-        config=config, tokenizer=tokenizer, train=train, plan=plan_batches(train, options), held_out=held_out
-    )  # fmt: skip
-
-
-def _load_tokenizer(run: RunFile) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            run.model_name_or_path, revision=run.model_revision or "main", trust_remote_code=run.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"No tokenizer can be read from {run.model_name_or_path!r}: {error}") from error
-
-
-def _random_rows(name: str | None) -> int | None:
-    """N of `random:N`; None for any other data set.
-
-    Raises:
-        ConfigError: N is no positive number.
-    """
-    if name is None or not name.startswith("random:"):
-        return None
-    count = name.removeprefix("random:")
-    if not count.isdigit() or int(count) < 1:
-        raise ConfigError(f"dataset_name {name!r}: write random:N with N sequences, such as random:512.")
-    return int(count)
-
-
-def _load_data(
-    run: RunFile, name: str | None, split: str, config: Any, tokenizer: Any, wishes: RunWishes
-) -> TokenizedSet | None:
-    if name is None:
-        return None
-    num_rows = _random_rows(name)
-    if num_rows is not None:
-        draw = random.Random(f"{run.seed} {split}")
-        rows = [draw.choices(range(config.vocab_size), k=run.max_length) for _ in range(num_rows)]
-        return from_samples(rows, source=name)
-    options = DataOptions(
-        source=name,
-        split=split,
-        column_map=run.column_map,
-        max_length=run.max_length,
-        assistant_only_loss=run.assistant_only_loss,
-        completion_only_loss=run.completion_only_loss,
-        chat_template_path=run.chat_template_path,
-        cache_dir=_cache_dir(wishes),
-    )
-    return prepare(options, tokenizer)
-
-
-def _cache_dir(wishes: RunWishes) -> Path:
-    if wishes.cache_dir is not None:
-        return Path(wishes.cache_dir)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise" / "tokenized"
-
-
-def _train(run: RunFile, strategy: Strategy, wishes: RunWishes, prepared: _Prepared, mesh: RankMesh) -> str:
+def _train(run: RunFile, strategy: Strategy, wishes: RunWishes, prepared: Prepared, mesh: RankMesh) -> str:
     _compare_plans(prepared, mesh)
     folder = Path(run.output_dir)
     parts, sampler = _assemble(run, strategy, wishes, prepared, mesh)
@@ -212,7 +108,7 @@ def _train(run: RunFile, strategy: Strategy, wishes: RunWishes, prepared: _Prepa
     return str(folder)
 
 
-def _compare_plans(prepared: _Prepared, mesh: RankMesh) -> None:
+def _compare_plans(prepared: Prepared, mesh: RankMesh) -> None:
     """Every rank must have cut the same data the same way.
 
     Raises:
@@ -267,7 +163,7 @@ def _weights_folder(run: RunFile) -> str:
 
 
 def _assemble(
-    run: RunFile, strategy: Strategy, wishes: RunWishes, prepared: _Prepared, mesh: RankMesh
+    run: RunFile, strategy: Strategy, wishes: RunWishes, prepared: Prepared, mesh: RankMesh
 ) -> tuple[LoopParts, Sampler | None]:
     folder, plan = Path(run.output_dir), prepared.plan
     progress = Progress(plan.num_steps, 0, speaks=mesh.is_first)
@@ -295,9 +191,7 @@ def _assemble(
         folder.mkdir(parents=True, exist_ok=True)
         tracking = Tracking(folder, run.report_to, codec.to_data(run), run.run_name or folder.name, progress.say)
     meter = Meter(
-        MeterOptions(
-            model=skeleton.model, optimizer=optimizer, strategy=strategy, mesh=mesh, enabled=wishes.measure
-        )  # fmt: skip
+        MeterOptions(model=skeleton.model, optimizer=optimizer, strategy=strategy, mesh=mesh, enabled=wishes.measure)
     )
     parts = LoopParts(
         run=run,
@@ -326,7 +220,7 @@ def _assemble(
     return parts, sampler
 
 
-def _source(prepared: _Prepared, mesh: RankMesh, run: RunFile, tokenized: TokenizedSet, plan: BatchPlan) -> DataSource:
+def _source(prepared: Prepared, mesh: RankMesh, run: RunFile, tokenized: TokenizedSet, plan: BatchPlan) -> DataSource:
     pad = getattr(prepared.tokenizer, "pad_token_id", None)
     layout = "padded"
     if run.packing:
@@ -338,7 +232,7 @@ def _source(prepared: _Prepared, mesh: RankMesh, run: RunFile, tokenized: Tokeni
 
 
 def _held_out_source(
-    run: RunFile, strategy: Strategy, prepared: _Prepared, source: Callable[[TokenizedSet, BatchPlan], DataSource]
+    run: RunFile, strategy: Strategy, prepared: Prepared, source: Callable[[TokenizedSet, BatchPlan], DataSource]
 ) -> DataSource | None:
     if prepared.held_out is None:
         return None
@@ -396,7 +290,7 @@ class _Answers:
         return (Sample(prompt=self._prompt, before=self.taken.get("before", ""), after=self.taken.get("after", "")),)
 
 
-def _finish(parts: LoopParts, result: LoopResult, answers: _Answers, prepared: _Prepared, wishes: RunWishes) -> None:
+def _finish(parts: LoopParts, result: LoopResult, answers: _Answers, prepared: Prepared, wishes: RunWishes) -> None:
     """Numbers of the whole, what was measured, answers, and the exported model."""
     run, plan, folder = parts.run, prepared.plan, Path(parts.run.output_dir)
     if result.train_loss is not None and parts.tracking is not None:
@@ -427,17 +321,3 @@ def _finish(parts: LoopParts, result: LoopResult, answers: _Answers, prepared: _
             options=ExportOptions(base_model=run.model_name_or_path, datasets=(run.dataset_name or "",)),
         )
         parts.progress.say(f"Exported {report.num_tensors} tensors to {report.folder}")
-
-
-def data_lengths(run: RunFile, wishes: RunWishes | None = None) -> SequenceLengths | None:
-    """Lengths of the training set after truncation, tokenized now (and cached for the run); None if none is named.
-
-    Raises:
-        ShardwiseError: Whatever is wrong with the model's config, the tokenizer or the data.
-    """
-    if run.dataset_name is None:
-        return None
-    config = load_config(run)
-    tokenizer = None if run.random_init and _random_rows(run.dataset_name) else _load_tokenizer(run)
-    tokenized = _load_data(run, run.dataset_name, run.dataset_split, config, tokenizer, wishes or RunWishes())
-    return None if tokenized is None else sequence_lengths(tokenized)

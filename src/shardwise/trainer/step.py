@@ -28,6 +28,10 @@ from shardwise.trainer.mesh import RankMesh
 from shardwise.trainer.parallelize import before_micro_batch
 from shardwise.vocabulary.strategy import Strategy
 
+# One kernel for a list of tensors; torch exports no public name for them.
+foreach_mul_: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepOutcome:
@@ -77,7 +81,7 @@ class Stepper:
         return StepOutcome(loss=loss, grad_norm=norm, skipped=skipped)
 
     def backward(self, batches: Iterable[Batch], num_batches: int, num_tokens: int) -> Tensor:
-        """Forward and backward of every micro-batch; returns this rank's share of the loss. []"""
+        """Forward and backward of every micro-batch; returns this rank's share of the loss: []."""
         scale = loss_scale(self.strategy, num_tokens)
         total: Tensor | None = None
         for index, batch in enumerate(batches):
@@ -89,12 +93,12 @@ class Stepper:
         return total / max(num_tokens, 1)
 
     def clip(self) -> Tensor:
-        """Scales all gradients so that their norm is at most max_grad_norm; returns the norm before. []"""
+        """Scales all gradients so that their norm is at most max_grad_norm; returns the norm before: []."""
         gradients = local_gradients(self.optimizer)
         norm = global_norm(gradients, self.mesh)
         if self.max_grad_norm > 0:
             factor = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+            foreach_mul_(gradients, factor.to(gradients[0].dtype))
         return norm
 
     def _update(self, norm: Tensor) -> Tensor:
@@ -111,7 +115,7 @@ class Stepper:
 
 
 def summed_loss(model: nn.Module, batch: Batch, attention: str) -> Tensor:
-    """Cross-entropy summed over the supervised tokens of one micro-batch, in fp32. []"""
+    """Cross-entropy summed over the supervised tokens of one micro-batch, in fp32: []."""
     return model(**model_inputs(batch, attention), loss_labels=batch.labels)
 
 
@@ -142,9 +146,9 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def global_norm(gradients: Sequence[Tensor], mesh: RankMesh) -> Tensor:
-    """The 2-norm of a gradient of which every rank of dp_shard holds a part ([Note: true norm]). []"""
+    """The 2-norm of a gradient of which every rank of dp_shard holds a part ([Note: true norm]): []."""
     exact = torch.promote_types(gradients[0].dtype, torch.float32)
-    norms = torch._foreach_norm([gradient for gradient in gradients if gradient.numel()], 2, dtype=exact)
+    norms = foreach_norm([gradient for gradient in gradients if gradient.numel()], 2, dtype=exact)
     square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=exact, device=gradients[0].device)
     shards = mesh.data.get_group(mesh.data.ndim - 1)
     if dist.get_world_size(shards) > 1:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -126,7 +126,7 @@ class MemoryWatch(TorchDispatchMode):
         )  # fmt: skip
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> Generator[None]:
         """Watches what happens inside."""
         self._register_stored()
         hooks = self._hooks()
@@ -156,12 +156,21 @@ class MemoryWatch(TorchDispatchMode):
                     self._see(_storage(value), Category.OPTIMIZER)
 
     def _hooks(self) -> list[Any]:
-        head = self._model.get_output_embeddings()
+        def entering(phase: Phase) -> Callable[..., None]:
+            def hook(*_: object) -> None:
+                self._enter(phase)
+
+            return hook
+
+        def entering_head(*_: object) -> None:
+            if self._phase == "forward":  # not where a chunk of the loss is computed again
+                self._enter("loss")
+
         return [
-            self._model.register_forward_pre_hook(lambda *_: self._enter("forward"), prepend=True),
-            head.register_forward_pre_hook(lambda *_: self._enter("loss") if self._phase == "forward" else None),
-            self._model.register_forward_hook(lambda *_: self._enter("backward")),
-            self._optimizer.register_step_pre_hook(lambda *_: self._enter("optimizer")),
+            self._model.register_forward_pre_hook(entering("forward"), prepend=True),
+            self._model.get_output_embeddings().register_forward_pre_hook(entering_head),
+            self._model.register_forward_hook(entering("backward")),
+            self._optimizer.register_step_pre_hook(entering("optimizer")),
         ]
 
     def _enter(self, phase: Phase) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ class Meter:
         self._peaks: list[_CardPeaks] = []
 
     @contextlib.contextmanager
-    def step(self, step: int) -> Iterator[StepClock]:
+    def step(self, step: int) -> Generator[StepClock]:
         """One optimizer step happens inside."""
         number, self._num_seen = self._num_seen, self._num_seen + 1
         clock = StepClock(self._options.mesh.device)
@@ -167,7 +167,7 @@ class Meter:
         )
 
     @contextlib.contextmanager
-    def _look(self, number: int) -> Iterator[None]:
+    def _look(self, number: int) -> Generator[None]:
         options = self._options
         if not options.enabled or number not in (WATCHED, PROFILED):
             yield
@@ -177,14 +177,14 @@ class Meter:
         else:
             watch = MemoryWatch(options.model, options.optimizer, options.mesh.device)
             wire = WireCount()
-            hook = options.optimizer.register_step_pre_hook(lambda *_: self._note_gradients())
+            hook = options.optimizer.register_step_pre_hook(self._note_gradients)
             with watch.watching(), wire:
                 yield
             hook.remove()
             self._memory, self._collectives = watch.result(), wire.counts()
             self._stored = stored_bytes(options.model, options.optimizer)
 
-    def _note_gradients(self) -> None:
+    def _note_gradients(self, *_: object) -> None:
         self._gradient_bytes = stored_bytes(self._options.model).gradients
 
     def _lane(self, op: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -17,7 +17,16 @@ import torch.distributed as dist
 
 from shardwise.vocabulary.timeline import COMPUTE_LANE, Span, StepTimeline
 
-_BLOCKING = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all_single")
+_BLOCKING = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "broadcast",
+    "all_to_all_single",
+)
+"""torch.distributed's functions that wait; some under two names, of older and newer versions."""
 _MERGE_GAP_SECONDS = 20e-6
 """Kernels that follow within this are one span."""
 _MAX_SPANS = 2000
@@ -74,7 +83,7 @@ class StepProfile:
         return self._timeline
 
     @contextlib.contextmanager
-    def profiling(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def profiling(self, optimizer: torch.optim.Optimizer) -> Generator[None]:
         """Takes what happens inside apart."""
         if self._device.type == "cuda":
             with self._on_card():
@@ -84,13 +93,14 @@ class StepProfile:
                 yield
 
     @contextlib.contextmanager
-    def _on_cpu(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def _on_cpu(self, optimizer: torch.optim.Optimizer) -> Generator[None]:
         messages: list[tuple[str, float, float]] = []
         marks: list[float] = []
-        hooks = [
-            optimizer.register_step_pre_hook(lambda *_: marks.append(time.perf_counter())),
-            optimizer.register_step_post_hook(lambda *_: marks.append(time.perf_counter())),
-        ]
+
+        def mark(*_: object) -> None:
+            marks.append(time.perf_counter())
+
+        hooks = [optimizer.register_step_pre_hook(mark), optimizer.register_step_post_hook(mark)]
         with _timed_messages(messages):
             start = time.perf_counter()
             yield
@@ -108,7 +118,7 @@ class StepProfile:
         )
 
     @contextlib.contextmanager
-    def _on_card(self) -> Iterator[None]:
+    def _on_card(self) -> Generator[None]:
         from torch.profiler import ProfilerActivity, profile
 
         torch.cuda.synchronize(self._device)
@@ -119,16 +129,21 @@ class StepProfile:
 
 
 @contextlib.contextmanager
-def _timed_messages(messages: list[tuple[str, float, float]]) -> Iterator[None]:
+def _timed_messages(messages: list[tuple[str, float, float]]) -> Generator[None]:
     """Notes name, start and seconds of every blocking message inside."""
-    originals = {name: getattr(dist, name) for name in _BLOCKING}
+    originals = {name: getattr(dist, name) for name in _BLOCKING if hasattr(dist, name)}
+    depth = 0
 
     def timed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = original(*args, **kwargs)
-            messages.append((name, start, time.perf_counter() - start))
-            return result
+            nonlocal depth
+            start, depth = time.perf_counter(), depth + 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                depth -= 1
+                if depth == 0:  # one function may call another of them
+                    messages.append((name, start, time.perf_counter() - start))
 
         return call
 
@@ -169,7 +184,7 @@ def _kernels(profiler: Any) -> list[tuple[str, float, float]]:
     found = [
         (event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6)
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
     ]
     return sorted(found, key=lambda kernel: kernel[1])
 

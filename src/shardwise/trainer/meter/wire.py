@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -76,7 +75,14 @@ def _group(args: Any) -> Any:
             except RuntimeError:  # it was the ReduceOp
                 continue
     names = [value for value in args if isinstance(value, str)]
-    return _resolve_process_group(names[-1]) if names else None  # pyright: ignore[reportArgumentType]
+    return _by_name(names[-1]) if names else None
+
+
+def _by_name(name: str) -> Any:
+    from torch._C import _distributed_c10d as c10d
+
+    resolve: Any = c10d._resolve_process_group  # pyright: ignore[reportPrivateUsage]
+    return resolve(name)
 
 
 def _size(op: CollectiveOp, args: Any, result: Any) -> int:

@@ -1,0 +1,140 @@
+"""What is ready before the ranks meet: config, tokenizer, tokens, and the plan of every step."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.trainer.data.batches import BatchOptions, BatchPlan, plan_batches
+from shardwise.trainer.data.lengths import sequence_lengths
+from shardwise.trainer.data.options import DataOptions
+from shardwise.trainer.data.store import TokenizedSet, from_samples
+from shardwise.trainer.data.tokenize import prepare
+from shardwise.trainer.model import load_config
+from shardwise.vocabulary.job import SequenceLengths
+from shardwise.vocabulary.run import RunFile
+from shardwise.vocabulary.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunWishes:
+    """What a caller wants besides the run file."""
+
+    measure: bool = True
+    """Watch memory, messages and times in the first steps and write measured.json."""
+    command: str = ""
+    """What started the run, for measured.json."""
+    cache_dir: str | None = None
+    """Where tokenized data is kept; None: `$XDG_CACHE_HOME/shardwise/tokenized`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """What is ready before the ranks meet."""
+
+    config: Any
+    tokenizer: Any
+    train: TokenizedSet
+    plan: BatchPlan
+    held_out: TokenizedSet | None
+
+
+def prepare_run(run: RunFile, strategy: Strategy, wishes: RunWishes) -> Prepared:
+    """Reads config and tokenizer, tokenizes the data or takes it from the cache, and plans every step.
+
+    Raises:
+        ConfigError: No such model or tokenizer, or no data is named.
+        DataError: The data cannot be trained on.
+    """
+    config = load_config(run)
+    tokenizer = None if run.random_init and _random_rows(run.dataset_name) else _load_tokenizer(run)
+    train = _load_data(run, run.dataset_name, run.dataset_split, config, tokenizer, wishes)
+    if train is None:
+        raise ConfigError("dataset_name is not set: nothing to train on. Give a file, a hub id, or random:N.")
+    held_out = _load_data(run, run.eval_dataset_name, run.eval_dataset_split, config, tokenizer, wishes)
+    options = BatchOptions(
+        global_batch=strategy.global_batch_size,
+        micro_batch=strategy.micro_batch_size,
+        num_ranks=strategy.data_parallel,
+        seed=run.seed,
+        num_train_epochs=run.num_train_epochs,
+        max_steps=run.max_steps or -1,
+        packing=run.packing,
+        max_length=run.max_length,
+        attention_crossover=12 * config.hidden_size,
+    )
+    return Prepared(
+        config=config, tokenizer=tokenizer, train=train, plan=plan_batches(train, options), held_out=held_out
+    )  # fmt: skip
+
+
+def _load_tokenizer(run: RunFile) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            run.model_name_or_path, revision=run.model_revision or "main", trust_remote_code=run.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"No tokenizer can be read from {run.model_name_or_path!r}: {error}") from error
+
+
+def _random_rows(name: str | None) -> int | None:
+    """N of `random:N`; None for any other data set.
+
+    Raises:
+        ConfigError: N is no positive number.
+    """
+    if name is None or not name.startswith("random:"):
+        return None
+    count = name.removeprefix("random:")
+    if not count.isdigit() or int(count) < 1:
+        raise ConfigError(f"dataset_name {name!r}: write random:N with N sequences, such as random:512.")
+    return int(count)
+
+
+def _load_data(
+    run: RunFile, name: str | None, split: str, config: Any, tokenizer: Any, wishes: RunWishes
+) -> TokenizedSet | None:
+    if name is None:
+        return None
+    num_rows = _random_rows(name)
+    if num_rows is not None:
+        draw = random.Random(f"{run.seed} {split}")
+        rows = [draw.choices(range(config.vocab_size), k=run.max_length) for _ in range(num_rows)]
+        return from_samples(rows, source=name)
+    options = DataOptions(
+        source=name,
+        split=split,
+        column_map=run.column_map,
+        max_length=run.max_length,
+        assistant_only_loss=run.assistant_only_loss,
+        completion_only_loss=run.completion_only_loss,
+        chat_template_path=run.chat_template_path,
+        cache_dir=_cache_dir(wishes),
+    )
+    return prepare(options, tokenizer)
+
+
+def _cache_dir(wishes: RunWishes) -> Path:
+    if wishes.cache_dir is not None:
+        return Path(wishes.cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise" / "tokenized"
+
+
+def data_lengths(run: RunFile, wishes: RunWishes | None = None) -> SequenceLengths | None:
+    """Lengths of the training set after truncation, tokenized now (and cached for the run); None if none is named.
+
+    Raises:
+        ShardwiseError: Whatever is wrong with the model's config, the tokenizer or the data.
+    """
+    if run.dataset_name is None:
+        return None
+    config = load_config(run)
+    tokenizer = None if run.random_init and _random_rows(run.dataset_name) else _load_tokenizer(run)
+    tokenized = _load_data(run, run.dataset_name, run.dataset_split, config, tokenizer, wishes or RunWishes())
+    return None if tokenized is None else sequence_lengths(tokenized)
