@@ -43,23 +43,31 @@ class Stack:
     adapters: Literal["shared_input", "own_copies"] = "shared_input"
     """own_copies: fp32 adapters under autocast, as PEFT trains them by default: every adapter casts its own input."""
     nf4: Literal["double", "single"] = "double"
+    own_embedding: bool = False
+    """The embedding is a group of its own, as in our engine (torchtune's recipes: custom_sharded_layers)."""
+    clips_with_copy: bool = False
+    """accelerate clips DTensors through a second copy of the local gradients (huggingface/transformers#46113)."""
 
 
 LOGIT_BYTES = {
     "compiled": 8,  # bf16 logits and their gradient, fp32 log-softmax; the compiler makes no second fp32 copy
     "hf_before_4_45": 18,  # logits.float() and its shifted contiguous copy (4 + 4) on top of bf16 2, softmax 4, grad 4
-    "torchtune_chunked": 3.5,  # bf16 logits whole, an eighth of them in fp32 at a time (12 / 8)
+    "torchtune_chunked": 2.5,  # bf16 logits whole (2); gradients of an eighth of them at a time (4 / 8), compiled
 }
 """Bytes a logit at the instant of the loss, where a stack's code differs from today's Hugging Face code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerPlacement(Placement):
-    """A Placement whose embedding lies in the root group, as peers wrap models."""
+    """A Placement whose embedding lies in the root group, as most peers wrap models."""
+
+    own_embedding: bool = False
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
         """Blocks and the root."""
+        if self.own_embedding:
+            return super().groups
         blocks = tuple(group for group in super().groups if group.site == "block")
         others = [group for group in super().groups if group.site != "block"]
         root = Group(
@@ -75,6 +83,9 @@ def breakdown(place: PeerPlacement, stack: Stack, cluster: Cluster) -> MemoryBre
     """All terms of a case on its stack."""
     terms = [*_states(place, stack), *offload.stores(place), *optimizer.stores(place), *adapters.stores(place)]
     terms += [*_activations(place, stack), *_loss(place, stack)]
+    if stack.clips_with_copy:
+        local = place.trainable * place.master_bytes / place.strategy.dp_shard
+        terms.append(_term(Category.TEMPORARY, "gradients copied for clipping", local, (Instant.OPTIMIZER,)))
     kept = tuple(term for term in terms if term.bytes)
     return MemoryBreakdown(terms=kept + runtime(place, cluster, kept))
 
@@ -132,16 +143,26 @@ def _own_copies(place: PeerPlacement) -> list[Term]:
     return [_term(Category.ACTIVATION, "adapters' own inputs", each * place.num_blocks, during)]
 
 
+def extra_traffic_bytes(place: Placement, stack: Stack) -> float:
+    """Memory traffic of one block, forward and backward, that our engine does not have.
+
+    own_copies: each adapter's input is cast to fp32 and, by autocast, back (2 + 4 + 4 + 2 bytes); its gradient alike.
+    """
+    if stack.adapters != "own_copies":
+        return 0.0
+    return 24.0 * place.tokens * sum(linear.in_features for linear in adapted(place.model, place.job.lora))
+
+
 def _loss(place: PeerPlacement, stack: Stack) -> tuple[Term, ...]:
     terms = loss.stores(place)
     if stack.loss == "plain":
         return terms
+    if stack.loss == "torchtune_chunked" and place.trains_all:
+        head = place.element_bytes * place.model.embedding_parameters
+        terms += (_term(Category.TEMPORARY, "head gradient", head, (Instant.LOSS,)),)
     logits = LOGIT_BYTES[stack.loss] * place.tokens * place.model.vocab_size
     return tuple(dataclasses.replace(term, bytes=round(logits)) if term.name == "logits" else term for term in terms)
 
 
 def _term(category: Category, name: str, num_bytes: float, alive: tuple[Instant, ...]) -> Term:
     return Term(category=category, name=name, bytes=round(num_bytes), alive=alive, source="benchmarks/stacks.py")
-
-
-

@@ -40,11 +40,15 @@ def frozen_bytes(place: Placement) -> float:
     return place.quantized * NF4_DOUBLE_BYTES + (place.frozen - place.quantized) * FROZEN_BYTES
 
 
+def frozen_bytes_of(place: Placement, group: Group) -> float:
+    """Bytes of one group's frozen weights: under QLoRA the matrices of blocks are packed, all else is not."""
+    packed = place.quantized / place.num_blocks if group.site == "block" and place.num_blocks else 0.0
+    return packed * NF4_DOUBLE_BYTES + (group.frozen - packed) * FROZEN_BYTES
+
+
 def managed_bytes(place: Placement, group: Group) -> int:
     """Bytes of one group when gathered: what `fully_shard` manages of it, in compute dtypes."""
-    frozen = 0.0
-    if group.frozen and shards_frozen(place):
-        frozen = frozen_bytes(place) * (group.frozen / place.frozen)
+    frozen = frozen_bytes_of(place, group) if group.frozen and shards_frozen(place) else 0.0
     return round(group.trainable * place.element_bytes + frozen)
 
 

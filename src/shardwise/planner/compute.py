@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.axes.fully_shard import managed_bytes
 from shardwise.levers.checkpointing.cost import attention_flops_per_token, recomputed
 from shardwise.levers.offload.cost import update_seconds
 from shardwise.levers.optimizer.cost import step_traffic_bytes
@@ -25,6 +26,10 @@ from shardwise.vocabulary.placement import Placement, adapted
 
 MATMUL_SHARE = {"volta": 0.8, "turing": 0.8, "ampere": 0.85, "ada": 0.85, "hopper": 0.75, "blackwell": 0.75}
 """Share of the data sheet's dense peak that a large bf16 product attains; Hopper and Blackwell are limited by power."""
+FP8_SHARE = 0.6
+"""The same for a large fp8 product with one scale a tensor; casts are counted apart."""
+FP8_CAST_BYTES = 5
+"""Traffic of quantizing one bf16 element: read for the largest value, read again, written in one byte."""
 ATTENTION_SHARE = {"volta": 0.3, "turing": 0.3, "ampere": 0.55, "ada": 0.5, "hopper": 0.38, "blackwell": 0.3}
 """The same for causal attention (flash kernels of torch's sdpa), counting half of the square."""
 ATTENTION_BACKWARD_FLOPS = 2.5
@@ -56,11 +61,16 @@ class ComputeTimes:
     optimizer: float
     host_per_block: float
     """Host time of one block, forward and backward together."""
+    gather_copy: float
+    """Out of the all_gather's output into whole parameters, one block; or the cast that takes its place."""
+    reduce_copy: float
+    """Gradients of one block into the reduction's input."""
 
 
 def compute_times(place: Placement, cluster: Cluster) -> ComputeTimes:
     """Times of this rank's part of the model for one micro-batch."""
     rates = Rates(cluster, COMPUTE_DTYPE[place.strategy.precision])
+    head_rates = Rates(cluster, "bf16") if place.strategy.precision == "fp8" else rates
     matrices, attention = _matrix_seconds(place, rates), _attention_seconds(place, rates)
     traffic = _traffic_bytes(place) / rates.traffic
     forward = matrices + attention + traffic
@@ -71,13 +81,34 @@ def compute_times(place: Placement, cluster: Cluster) -> ComputeTimes:
     return ComputeTimes(
         block_forward=forward,
         block_backward=backward,
-        head=_head_seconds(place, rates) if place.is_last else 0.0,
+        head=_head_seconds(place, head_rates) if place.is_last else 0.0,
         embedding=4 * place.typical_tokens * place.model.hidden_size * place.element_bytes / rates.traffic,
         optimizer=step_traffic_bytes(place) / rates.traffic
         if place.strategy.offload == "none"
         else update_seconds(place, cluster),
         host_per_block=_host_seconds(place, cluster),
+        gather_copy=_gather_copy_bytes(place) / rates.traffic,
+        reduce_copy=_reduce_copy_bytes(place) / rates.traffic,
     )
+
+
+def _gather_copy_bytes(place: Placement) -> float:
+    """Traffic of fully_shard's copy-out of one block: read and written in compute dtype; masters read where cast."""
+    block = place.group("block")
+    if block is None:
+        return 0.0
+    if place.strategy.dp_shard == 1:
+        cast = place.master_bytes != place.element_bytes
+        return block.trainable * (place.master_bytes + place.element_bytes) if cast else 0.0
+    return 2.0 * managed_bytes(place, block)
+
+
+def _reduce_copy_bytes(place: Placement) -> float:
+    """Traffic of fully_shard's copy-in of one block's gradients: read in compute dtype, written in the wire's."""
+    block = place.group("block")
+    if block is None or place.strategy.data_parallel == 1:
+        return 0.0
+    return float(block.trainable * (place.element_bytes + place.reduce_bytes))
 
 
 class Rates:
@@ -88,7 +119,8 @@ class Rates:
         architecture = gpu.architecture if gpu.architecture in MATMUL_SHARE else "ampere"
         self.measured = tuple(measured.matmul_flops.get(dtype, ()))
         self.assumed = not self.measured
-        self.matmul_peak = gpu.peak_flops.get(dtype, min(gpu.peak_flops.values())) * MATMUL_SHARE[architecture]
+        share = FP8_SHARE if dtype == "fp8" else MATMUL_SHARE[architecture]
+        self.matmul_peak = gpu.peak_flops.get(dtype, min(gpu.peak_flops.values())) * share
         self.attention_points = {name: tuple(points) for name, points in measured.attention_flops.items()}
         attention_dtype = "bf16" if dtype == "fp8" else dtype
         attention_peak = gpu.peak_flops.get(attention_dtype, min(gpu.peak_flops.values()))
@@ -139,9 +171,17 @@ def _matrix_seconds(place: Placement, rates: Rates) -> float:
                 )
                 / tp
             )
+    if place.strategy.precision == "fp8":
+        seconds += FP8_CAST_BYTES * _quantized_elements(place) / rates.traffic
     if place.strategy.tuning == "qlora":
         seconds += 2.5 * place.quantized / place.num_blocks / rates.traffic
     return seconds
+
+
+def _quantized_elements(place: Placement) -> float:
+    """Elements that the fp8 products of one block's forward quantize: inputs and weights (backward: gradients)."""
+    inputs = sum(linear.active_copies * linear.in_features for linear in place.model.linears)
+    return (place.tokens * inputs + place.model.block_parameters) / place.strategy.tp
 
 
 def _adapter_share(place: Placement) -> float:

@@ -9,6 +9,7 @@ from shardwise.levers.checkpointing import cost as checkpointing
 from shardwise.levers.loss import cost as loss
 from shardwise.levers.offload import cost as offload
 from shardwise.levers.optimizer import cost as optimizer
+from shardwise.planner.uncertainty import CACHED, usable_bytes
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job
 from shardwise.vocabulary.memory import ALWAYS, Category, MemoryBreakdown, Term
@@ -21,7 +22,11 @@ CONTEXT_BYTES = int(0.6 * GIB)
 COMMUNICATOR_BYTES = 400 * MIB
 """One NCCL communicator inside a node after its first collectives; assumed where `probe` did not measure it."""
 SLACK_SHARE = 0.05
-"""What torch's caching allocator holds beyond what is allocated, as a share of activations and temporaries."""
+"""What torch's caching allocator cannot use or give back (fragments), as a share of activations and temporaries."""
+CACHED_SHARE = 0.15
+"""Freed blocks that it keeps beyond that, by the same measure, as long as the card has room. It gives them back before
+it runs out of memory, so they never decide whether a plan fits, but `nvidia-smi` shows them."""
+CACHED_BYTES = 1200 * MIB
 LIBRARY_BYTES = 40 * MIB
 """Workspaces that cuBLAS and attention kernels take from torch's allocator."""
 
@@ -47,16 +52,17 @@ def runtime(place: Placement, cluster: Cluster, terms: tuple[Term, ...]) -> tupl
     if cluster.gpu.architecture == "cpu":
         return ()
     moving = MemoryBreakdown(terms=tuple(term for term in terms if term.category in _MOVING))
-    slack = SLACK_SHARE * moving.allocated_bytes
+    slack = round(SLACK_SHARE * moving.allocated_bytes) + LIBRARY_BYTES
+    cached = round(CACHED_SHARE * moving.allocated_bytes) + CACHED_BYTES
     context = cluster.measurements.context_bytes
     communicator = cluster.measurements.communicator_bytes
     groups = sum(place.strategy.degree(axis) > 1 for axis in Axis)
     measured = "measured by probe"
-    return (
+    fixed = (
         Term(
             category=Category.RUNTIME,
             name="allocator slack",
-            bytes=round(slack) + LIBRARY_BYTES,
+            bytes=slack,
             alive=ALWAYS,
             formula=f"{SLACK_SHARE:.0%} of activations and temporaries, and workspaces",
             source="assumed; see docs/accuracy.md",
@@ -79,5 +85,19 @@ def runtime(place: Placement, cluster: Cluster, terms: tuple[Term, ...]) -> tupl
             formula=f"{groups} groups",
             source=measured if communicator is not None else "assumed",
             level="device",
+        ),
+    )
+    needed = MemoryBreakdown(terms=terms + fixed).device_bytes
+    room = max(0, usable_bytes(cluster) - needed)
+    return (
+        *fixed,
+        Term(
+            category=Category.RUNTIME,
+            name=CACHED,
+            bytes=min(cached, room),
+            alive=ALWAYS,
+            formula=f"{CACHED_SHARE:.0%} of activations and temporaries, given back when the card is full",
+            source="assumed; see docs/accuracy.md",
+            level="reserved",
         ),
     )

@@ -25,13 +25,16 @@ from shardwise.axes.tensor import cost as tensor
 from shardwise.levers.offload import cost as offload
 from shardwise.planner.compute import ComputeTimes, compute_times
 from shardwise.planner.wire import collective_seconds
-from shardwise.vocabulary.cluster import Cluster
+from shardwise.vocabulary.cluster import Cluster, LinkKind
 from shardwise.vocabulary.placement import Placement
 from shardwise.vocabulary.strategy import Axis
 from shardwise.vocabulary.timeline import COMPUTE_LANE, Collective, Pass, Site, Span, SpanKind, StepTimeline
 
-CONTENTION = 1.05
-"""Compute is this much slower while a collective runs beside it; used where `probe` did not measure it."""
+CONTENTION: dict[LinkKind, float] = {"nvlink": 1.25}
+"""Compute is this much slower while a collective runs beside it; used where `probe` did not measure it. NCCL takes 24
+to 32 of about 130 multiprocessors to fill NVLink."""
+CONTENTION_ELSEWHERE = 1.03
+"""Slower wires need two to four of them."""
 
 
 def sends(place: Placement) -> tuple[Collective, ...]:
@@ -46,6 +49,11 @@ def step_timeline(place: Placement, cluster: Cluster, *, keep_spans: bool = Fals
     lanes = _Lanes(prices=tuple(prices), copies=tuple(_copies(place, cluster)))
     simulation = _Simulation(place, compute_times(place, cluster), lanes, keep_spans=keep_spans)
     return simulation.run(cluster)
+
+
+def contention_of(cluster: Cluster) -> float:
+    """The assumed slowdown of compute beside a collective."""
+    return CONTENTION.get(cluster.intra_node.kind, CONTENTION_ELSEWHERE)
 
 
 def _copies(place: Placement, cluster: Cluster) -> Iterator[_Copy]:
@@ -97,14 +105,22 @@ class _Messages:
     gather_backward: dict[Site, float] = field(default_factory=dict[Site, float])
     reduce: dict[Site, float] = field(default_factory=dict[Site, float])
     replicate: dict[Site, float] = field(default_factory=dict[Site, float])
+    always_casts: bool = False
+    """Stage 0: no gather, but a cast of each block in its place."""
+
+    def copied(self, gather: dict[Site, float], times: ComputeTimes) -> float:
+        """Seconds of the copy that follows a block's gather, where there is one."""
+        return times.gather_copy if self.always_casts or gather.get("block", 0.0) > 0 else 0.0
+
+    def reduced(self, times: ComputeTimes) -> float:
+        """Seconds of the copy that precedes a block's reduction, where there is one."""
+        return times.reduce_copy if self.reduce.get("block", 0.0) + self.replicate.get("block", 0.0) > 0 else 0.0
 
 
 class _Simulation:
     """The event simulation of one rank; see [Note: what waits for what]."""
 
-    def __init__(
-        self, place: Placement, times: ComputeTimes, lanes: _Lanes, *, keep_spans: bool
-    ) -> None:
+    def __init__(self, place: Placement, times: ComputeTimes, lanes: _Lanes, *, keep_spans: bool) -> None:
         self.place, self.times, self.prices, self.copies = place, times, lanes.prices, lanes.copies
         self.blocks = place.num_blocks
         self.accumulation = place.strategy.accumulation
@@ -124,7 +140,7 @@ class _Simulation:
 
     def _messages(self, *, first: bool, last: bool) -> _Messages:
         """What crosses the wire in a micro-batch."""
-        found = _Messages()
+        found = _Messages(always_casts=self.place.strategy.zero_stage == 0)
         for message, seconds in self.prices:
             if message.hides_behind == "nothing" or message.op == "send":
                 continue
@@ -179,7 +195,7 @@ class _Simulation:
             if i + 1 < self.blocks:
                 ready = self._send("shard", f"all_gather {i + 1}", gather.get("block", 0.0), before_last)
             before_last = self.clock.compute
-            self._compute(f"forward {i}", self.times.block_forward)
+            self._compute(f"forward {i}", self.times.block_forward + messages.copied(gather, self.times))
             self._wait_until(self.clock.compute + self.serial_forward, lane="tp", name="tensor sums")
 
     def _backward(self, messages: _Messages) -> None:
@@ -190,7 +206,8 @@ class _Simulation:
             self._wait_until(ready)
             if i > 0:
                 ready = self._send("shard", f"all_gather {i - 1}", gather.get("block", 0.0), self.clock.compute)
-            self._compute(f"backward {i}", self.times.block_backward)
+            copied = messages.copied(gather, self.times) + messages.reduced(self.times)
+            self._compute(f"backward {i}", self.times.block_backward + copied)
             self._wait_until(self.clock.compute + self.serial_backward, lane="tp", name="tensor sums")
             self._reduce(messages, "block", str(i))
         self._send("shard", "all_gather embedding", gather.get("embedding", 0.0), self.clock.compute)
@@ -242,7 +259,7 @@ class _Simulation:
         total = self.clock.compute + repeated
         exposed, wire = self.clock.waited + waited, self.clock.wire + wire
         compute = total - exposed
-        slowdown = cluster.measurements.matmul_slowdown_under_wire or CONTENTION
+        slowdown = cluster.measurements.matmul_slowdown_under_wire or contention_of(cluster)
         contention = max(0.0, min(wire - exposed, compute)) * (slowdown - 1)
         compute, total = compute + contention, total + contention
         hidden_from = compute - self.times.optimizer
@@ -278,8 +295,9 @@ def estimate_seconds(place: Placement, cluster: Cluster) -> float:
             forward += seconds
         else:
             backward += seconds
-    compute_forward = times.block_forward * blocks * steps
-    compute_backward = times.block_backward * blocks * steps
+    copy = times.gather_copy if place.strategy.zero_stage != 1 else 0.0
+    compute_forward = (times.block_forward + copy) * blocks * steps
+    compute_backward = (times.block_backward + copy) * blocks * steps
     step = max(compute_forward, forward) + max(compute_backward, backward) + serial + last
     step += (times.head + times.embedding + sum(copy.up + copy.down for copy in _copies(place, cluster))) * steps
     step = max(step, times.host_per_block * blocks * steps)

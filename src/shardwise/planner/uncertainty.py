@@ -21,6 +21,8 @@ HEADROOM_BYTES = 2 * GB
 """Kept free on a card of 16 GB or more, as practice advises (2 to 3 GB)."""
 ACCEPTED_PROBABILITY = 0.05
 """A plan that runs out of memory more often than this is no plan."""
+CACHED = "cached blocks"
+"""Name of the term that the allocator gives back before it runs out."""
 _STATIC = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER)
 
 
@@ -30,20 +32,25 @@ def usable_bytes(cluster: Cluster) -> int:
     return total - (HEADROOM_BYTES if total >= 16 * GB and cluster.gpu.architecture != "cpu" else 0)
 
 
+def needed_bytes(memory: MemoryBreakdown) -> int:
+    """Device memory without what the allocator would give back."""
+    return memory.device_bytes - sum(term.bytes for term in memory.terms if term.name == CACHED)
+
+
 def memory_spread(memory: MemoryBreakdown) -> float:
     """One standard deviation of device memory, bytes."""
     by_category = memory.by_category()
     static = sum(by_category[category] for category in _STATIC)
-    return STATIC_SPREAD * static + MOVING_SPREAD * (memory.device_bytes - static)
+    return STATIC_SPREAD * static + MOVING_SPREAD * (needed_bytes(memory) - static)
 
 
 def probability_of_oom(memory: MemoryBreakdown, cluster: Cluster) -> float:
-    """Chance that device memory exceeds the whole card."""
+    """Chance that the memory that is needed exceeds the whole card."""
     total = cluster.gpu.cuda_memory_bytes or cluster.gpu.memory_bytes
-    spread = memory_spread(memory)
+    spread, needed = memory_spread(memory), needed_bytes(memory)
     if spread <= 0:
-        return float(memory.device_bytes > total)
-    return 0.5 * math.erfc((total - memory.device_bytes) / (spread * math.sqrt(2)))
+        return float(needed > total)
+    return 0.5 * math.erfc((total - needed) / (spread * math.sqrt(2)))
 
 
 def fits(memory: MemoryBreakdown, cluster: Cluster) -> bool:

@@ -16,8 +16,8 @@ def legal(job: Job, cluster: Cluster, strategy: Strategy) -> tuple[Refusal, ...]
     ranks = strategy.data_parallel
     below = max(ranks, job.global_batch_size // ranks * ranks)
     message = (
-        f"micro-batch {strategy.micro_batch_size} x accumulation {strategy.accumulation} x {ranks} data-parallel ranks = "
-        f"{strategy.global_batch_size} sequences, not the global batch of {job.global_batch_size}; "
+        f"micro-batch {strategy.micro_batch_size} x accumulation {strategy.accumulation} x {ranks} data-parallel "
+        f"ranks = {strategy.global_batch_size} sequences, not the global batch of {job.global_batch_size}; "
         f"{below} and {below + ranks} divide by {ranks}"
     )
     return (Refusal(strategy=strategy, rule="global_batch_divides", message=message),)

@@ -12,9 +12,12 @@ f feed-forward, ad and gd widths of query and key/value heads, a query heads:
 A compiled block keeps the inputs of its matrices and recomputes the elementwise rest: the norm's input and result
 (E 2h), q, k, v, output, gate, up, product (E 3 f).
 
-A frozen matrix needs no input for its backward, so under LoRA the normalized value, the result of a norm and the product
-fall away; the last two stay where an adapter reads them. Dropout gives every adapter its own copy of its input, and a
-mask of one byte.
+A frozen matrix needs no input for its backward, so under LoRA the normalized value, the result of a norm and the
+product fall away; the last two stay where an adapter reads them. Dropout gives every adapter its own copy of its input,
+and a mask of one byte.
+
+In fp8 a compiled block quantizes the inputs of its matrices from what it keeps anyway, so results of norms and the
+product fall away; the quantized weights of a block (1 byte) stay from its forward to its backward.
 
 Checkpointing in full keeps the block's input (E h). Selective also keeps attention's output and logsumexp and the
 outputs of every second matrix product, adapters' included, counted from the first; a compiled block drops what its
@@ -36,6 +39,11 @@ SOURCE = "[Note: saved activations]"
 _SAVED = span(Instant.FORWARD, Instant.BACKWARD_FIRST)
 
 
+def quantizes(place: Placement) -> bool:
+    """True where products run in fp8."""
+    return place.strategy.precision == "fp8"
+
+
 def stores(place: Placement) -> tuple[Term, ...]:
     """Saved activations of all blocks in flight, the block that is being recomputed, and passing values."""
     each = round(place.tokens * kept_per_token(place))
@@ -49,6 +57,9 @@ def stores(place: Placement) -> tuple[Term, ...]:
         _activation("saved activations", each * (1 + blocks * (in_flight - 1)), (Instant.BACKWARD_LAST,), "one block"),
         _activation("passing values", passing, _COMPUTING, "gradients and results inside one block"),
     ]
+    if quantizes(place) and place.strategy.checkpointing == "none":
+        weights = blocks * sum(linear.num_parameters for linear in place.model.linears) // place.strategy.tp
+        terms.append(_activation("quantized weights", weights, _SAVED, "1 B an element, kept for backward"))
     if inside:
         terms.append(_activation("recomputed block", inside, _RECOMPUTED, f"{place.tokens:,} tokens of one block"))
     return tuple(terms)
@@ -150,7 +161,7 @@ def _sequence_split(place: Placement) -> int:
 
 def _norms(place: Placement) -> float:
     model, element, compiled = place.model, place.element_bytes, place.strategy.compile_blocks
-    result = element if place.trains_all else 0
+    result = element if place.trains_all and not (compiled and quantizes(place)) else 0
     each = element + result if compiled else 4 + 2 * result
     heads = 0.0
     if model.qk_norm:
@@ -172,7 +183,8 @@ def _attention(place: Placement) -> float:
 
 def _feed_forward(place: Placement) -> float:
     model, element = place.model, place.element_bytes
-    tensors = (2 if place.strategy.compile_blocks else 3) + (1 if place.trains_all else 0)
+    compiled = place.strategy.compile_blocks
+    tensors = (2 if compiled else 3) + (1 if place.trains_all and not (compiled and quantizes(place)) else 0)
     width = tensors * model.intermediate_size * element / place.strategy.tp
     if not model.is_mixture:
         return width

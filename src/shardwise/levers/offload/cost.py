@@ -70,8 +70,8 @@ def _term(name: str, num_bytes: int, alive: tuple[Instant, ...], formula: str) -
 
 def shard_bytes(place: Placement, group: Group) -> int:
     """One rank's part of a group as it lies on the host: masters of what trains, frozen weights as they are."""
-    frozen = fully_shard.frozen_bytes(place) * group.frozen / place.frozen if place.frozen else 0.0
-    return round((group.trainable * place.master_bytes + frozen) / place.strategy.dp_shard)
+    whole = group.trainable * place.master_bytes + fully_shard.frozen_bytes_of(place, group)
+    return round(whole / place.strategy.dp_shard)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,5 +17,6 @@ def legal(job: Job, cluster: Cluster, strategy: Strategy) -> tuple[Refusal, ...]
     dtype = COMPUTE_DTYPE[strategy.precision]
     if dtype in cluster.gpu.peak_flops:
         return ()
-    message = f"{cluster.gpu.name} does not multiply in {dtype} (it has {', '.join(cluster.gpu.peak_flops)}); choose another precision"
+    known = ", ".join(cluster.gpu.peak_flops)
+    message = f"{cluster.gpu.name} does not multiply in {dtype} (it has {known}); choose another precision"
     return (Refusal(strategy=strategy, rule="card_has_dtype", message=message),)
