@@ -157,12 +157,8 @@ def test_two_ranks_check_every_element_see_faults_and_keep_time(tmp_path: Path) 
     )
 
 
-def test_three_ranks_check_every_element(tmp_path: Path) -> None:
-    run_ranks(3, tmp_path, _every_element_is_checked)
-
-
 def test_four_ranks_form_every_group_of_a_mesh(tmp_path: Path) -> None:
-    run_ranks(4, tmp_path, _groups_run_at_the_same_time)
+    run_ranks(4, tmp_path, _every_element_is_checked, _groups_run_at_the_same_time)
 
 
 # ------------------------------------------------------------------------------------------------------ the whole way

@@ -23,6 +23,8 @@ from shardwise.probe.options import Device, Place, ProbeOptions, ProbeTask, chec
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.codec import from_data, to_json, to_yaml
 
+SETTLE_SECONDS = 0.5
+"""How long to wait for the other ranks' words after the first has failed."""
 GRACE_SECONDS = 120.0
 """Over the budget, before a probe that does not end is ended."""
 
@@ -221,10 +223,9 @@ def _wait(ranks: list[_Rank], folder: Path, progress: IO[bytes], options: ProbeO
             elif not selector.get_map():
                 time.sleep(0.02)
             codes = [each.process.poll() for each in ranks]
-            for each, code in zip(ranks, codes, strict=True):
-                if code not in (None, 0):
-                    raise _failure(each, code or 0, folder)
-            if all(code == 0 for code in codes):
+            if any(codes):
+                raise _failure(_culprit(ranks, folder), folder)
+            if all(code == 0 for code in codes) and not selector.get_map():  # every line has been read
                 return
             if time.monotonic() > deadline:
                 raise ResourceError(
@@ -233,9 +234,29 @@ def _wait(ranks: list[_Rank], folder: Path, progress: IO[bytes], options: ProbeO
                 )
 
 
-def _failure(rank: _Rank, code: int, folder: Path) -> ResourceError | MissingExtraError:
-    """What a rank that ended with `code` said about it."""
-    told = folder / f"error-{rank.rank}.json"
+def _culprit(ranks: list[_Rank], folder: Path) -> _Rank:
+    """The rank whose failure explains the others'.
+
+    When one rank ends, the others soon end too, complaining about a lost connection. So wait for them a little, then
+    believe a rank that left its own words, else one that was killed, else the first.
+    """
+    until = time.monotonic() + SETTLE_SECONDS
+    while any(each.process.poll() is None for each in ranks) and time.monotonic() < until:
+        time.sleep(0.02)
+    failed = [each for each in ranks if each.process.poll() not in (None, 0)]
+    told = [each for each in failed if _words_file(each, folder).exists()]
+    killed = [each for each in failed if (each.process.poll() or 0) < 0]
+    return (told or killed or failed)[0]
+
+
+def _words_file(rank: _Rank, folder: Path) -> Path:
+    return folder / f"error-{rank.rank}.json"
+
+
+def _failure(rank: _Rank, folder: Path) -> ResourceError | MissingExtraError:
+    """What a rank that ended said about it."""
+    code = rank.process.poll() or 0
+    told = _words_file(rank, folder)
     if told.exists():
         return ResourceError(*json.loads(told.read_text()))
     text = _tail(rank.log)

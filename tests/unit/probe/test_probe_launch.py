@@ -56,6 +56,15 @@ def test_a_ranks_own_words_come_through(ranks_run: RanksRun) -> None:
         run_probe()
 
 
+def test_the_cause_is_told_not_its_consequences(ranks_run: RanksRun) -> None:
+    ranks_run('[ "$RANK" = 1 ] && kill -9 $$; echo "Connection closed by peer"; exit 1')
+    with pytest.raises(ResourceError, match="Rank 1 of the probe was ended by signal 9"):
+        run_probe()
+    ranks_run("""[ "$RANK" = 1 ] && echo '["wrong data"]' > $FOLDER/error-1.json; exit 1""")
+    with pytest.raises(ResourceError, match=r"^wrong data$"):
+        run_probe()
+
+
 def test_missing_torch_names_the_extra(ranks_run: RanksRun) -> None:
     ranks_run("echo \"ModuleNotFoundError: No module named 'torch'\"; exit 1")
     with pytest.raises(MissingExtraError, match=r"shardwise\[train\]"):
