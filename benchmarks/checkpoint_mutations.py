@@ -3,9 +3,9 @@
     PYTHONPATH=src python benchmarks/checkpoint_mutations.py --count 500 --seed 0
 
 Each case copies a run folder with two good checkpoints, damages the newer one, and asks three things: is the damage
-named, is nothing of it loaded, and is the older checkpoint found. Damage is of two kinds. The blind kind changes bytes or
-files and leaves the hashes as they are. The hostile kind plants something (a pickle that would write a canary file, a
-path outside the folder, a header that lies) and then makes every hash right again, as an attacker would.
+named, is nothing of it loaded, and is the older checkpoint found. Damage is of two kinds. The blind kind changes bytes
+or files and leaves the hashes as they are. The hostile kind plants something (a pickle that would write a canary file,
+a path outside the folder, a header that lies) and then makes every hash right again, as an attacker would.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def make_run(folder: Path) -> Path:
     return folder
 
 
-# Damage that leaves the hashes as they are -----------------------------------------------------------------------------
+# Damage that leaves the hashes as they are ----------------------------------------------------------------------------
 
 
 def flip_bit(folder: Path, chance: random.Random) -> str:
@@ -189,7 +189,7 @@ def reorder_bytes(folder: Path, chance: random.Random) -> str:
     return path.name
 
 
-# Damage with every hash made right again -------------------------------------------------------------------------------
+# Damage with every hash made right again ------------------------------------------------------------------------------
 
 
 class Bomb:
@@ -371,7 +371,7 @@ def _rehash(folder: Path, name: str) -> None:
     _seal(folder, json.dumps(body).encode())
 
 
-# Running ---------------------------------------------------------------------------------------------------------------
+# Running --------------------------------------------------------------------------------------------------------------
 
 
 def cases(source: Path, workplace: Path, count: int, seed: int) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""Four processes that become worlds of 1, 2 or 4 ranks, again and again: starting torch is the dear part of such tests."""
+"""Four processes that become worlds of 1, 2 or 4 ranks, again and again: starting torch is the dear part."""
 
 import itertools
 import os
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
 
 _DEAR = [
     "torch.distributed.checkpoint",

@@ -5,14 +5,18 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from checkpoint_models import Run, make_model
 from checkpoint_pool import Pool
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import CheckpointError, ResourceError, ShardwiseError
 from shardwise.trainer.checkpoint import (
@@ -312,6 +316,33 @@ def test_every_rank_names_the_damaged_file_and_loads_nothing(
         assert untouched
 
 
+def _narrow(folder: str, seed: int) -> list[float]:
+    """Weights with fewer rows than ranks: the last ranks hold empty shards."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = AppState(model=model, optimizers=[optimizer])
+    checkpointer = Checkpointer(folder)
+    if seed == 1:
+        checkpointer.prepare(state)
+        checkpointer.save(state, 1, blocking=False)
+        checkpointer.wait()
+    else:
+        load(state, Path(folder) / "checkpoint-1")
+    checkpointer.close()
+    return [value for p in model.parameters() for value in cast(DTensor, p).full_tensor().flatten().tolist()]
+
+
+def test_ranks_with_empty_shards(pool: Pool, tmp_path: Path) -> None:
+    saved = pool.run(4, _narrow, str(tmp_path), 1)
+    assert pool.run(2, _narrow, str(tmp_path), 2) == saved[:2]
+    assert pool.run(4, _narrow, str(tmp_path), 3) == saved
+
+
 def _disagree(folder: str) -> str:
     run = Run("fsdp")
     run.sampler.position = dist.get_rank()
@@ -355,18 +386,18 @@ def test_stages_of_a_pipeline_make_one_checkpoint_of_the_plain_model(pool: Pool,
 def _plain_dcp(folder: str) -> Any:
     """torch's own save and load around our storage, with a nested state dict."""
     state: dict[str, Any] = {"a": {"weight": torch.arange(6.0)}, "n": [1, {"x": (2, "y")}], "none": None}
-    dcp.save(state, storage_writer=SafetensorsWriter(folder, step=3), planner=ValueSavePlanner())
+    dcp_save(state, storage_writer=SafetensorsWriter(folder, step=3), planner=ValueSavePlanner())
     other: dict[str, Any] = {"a": {"weight": torch.zeros(6)}, "n": [0, {"x": None}], "none": 1}
     verify_folder(Path(folder))
-    dcp.load(other, storage_reader=SafetensorsReader(folder), planner=ValueLoadPlanner())
+    dcp_load(other, storage_reader=SafetensorsReader(folder), planner=ValueLoadPlanner())
     refused: list[str] = []
     for attempt in (
-        lambda: dcp.save(state, storage_writer=SafetensorsWriter(folder + "-pickled")),
-        lambda: dcp.load(dict(other), storage_reader=SafetensorsReader(folder)),
+        lambda: dcp_save(state, storage_writer=SafetensorsWriter(folder + "-pickled")),
+        lambda: dcp_load(dict(other), storage_reader=SafetensorsReader(folder)),
     ):
         try:
             attempt()
-        except dcp.CheckpointException as error:
+        except CheckpointException as error:
             refused.append(str(error))
     return other["a"]["weight"].tolist(), other["n"], other["none"], refused
 

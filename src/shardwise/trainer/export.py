@@ -32,9 +32,18 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import CheckpointError
 from shardwise.trainer.checkpoint.folder import check_disk
 from shardwise.trainer.checkpoint.ranks import Ranks
-from shardwise.trainer.checkpoint.state import model_tensors, unwrap
-from shardwise.trainer.checkpoint.tensorfile import FileRecord, TensorFileWriter, TensorSpec, fsync_folder, hash_file
-from shardwise.trainer.weights import INDEX, SINGLE, declared_ties, plain_name, tied_names, unpeft
+from shardwise.trainer.checkpoint.state import clean_name, model_tensors, unwrap
+from shardwise.trainer.checkpoint.tensorfile import (
+    FileRecord,
+    TensorFileWriter,
+    TensorSpec,
+    file_order,
+    fsync_file,
+    fsync_folder,
+    hash_file,
+    read_header,
+)
+from shardwise.trainer.weights import INDEX, SINGLE, declared_ties, find_sources, plain_name, tied_names, unpeft
 
 LISTING: Final = "shardwise_export.json"
 ADAPTER: Final = "adapter_model.safetensors"
@@ -190,7 +199,7 @@ def _settle_ties(model: nn.Module, pieces: dict[str, _Piece]) -> tuple[dict[str,
                 f"{alias} and {first} differ, but config.json says that they are tied, so loading would drop {alias}. "
                 "Train with tied weights, or set tie_word_embeddings: false."
             )
-    return pieces, sorted(set(declared) & (set(shared) | set(declared)))
+    return pieces, sorted(declared)
 
 
 def export_dtype(model: nn.Module, options: ExportOptions) -> torch.dtype:
@@ -246,8 +255,6 @@ def _merged(model: nn.Module, name: str, options: ExportOptions) -> Callable[[],
 
 
 def _find_module(model: nn.Module, name: str) -> nn.Module:
-    from shardwise.trainer.checkpoint.state import clean_name
-
     for full, module in unwrap(model).named_modules():
         if clean_name(full) == name:
             return module
@@ -265,8 +272,8 @@ def _merge_layer(layer: nn.Module, options: ExportOptions) -> nn.Module:
     for parameter in layer.parameters():
         memo[id(parameter)] = nn.Parameter(whole(parameter).float(), requires_grad=False)
     for module in layer.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
-            memo[id(hooks)] = OrderedDict()
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            memo[id(getattr(module, name))] = OrderedDict()
     clone = copy.deepcopy(layer, memo)
     cast(Any, clone).merge(safe_merge=True, adapter_names=[options.adapter_name])
     return clone
@@ -393,9 +400,7 @@ class _Output:
 
 
 def _walk(files: Sequence[_OutFile], num_ranks: int) -> Iterator[tuple[int, TensorSpec]]:
-    """The order of gathering: as many files at a time as there are ranks, a tensor of each in turn, so all disks work."""
-    from shardwise.trainer.checkpoint.tensorfile import file_order
-
+    """The order of gathering: as many files at a time as there are ranks, a tensor of each in turn; so all write."""
     for start in range(0, len(files), num_ranks):
         wave = range(start, min(start + num_ranks, len(files)))
         for row in zip_longest(*(file_order(files[i].specs) for i in wave)):
@@ -492,6 +497,8 @@ def _complete(folder: Path, partial: Path, records: Sequence[FileRecord]) -> Non
         sha256 = record.sha256 if record else hash_file(path)
         files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
     (partial / LISTING).write_text(json.dumps({"format": "shardwise-export", "files": files}, indent=2) + "\n")
+    for path in partial.iterdir():
+        fsync_file(path)
     fsync_folder(partial)
     if folder.exists():
         shutil.rmtree(folder)  # only what its listing names; `_make_room` has looked
@@ -549,7 +556,7 @@ def verify_export(
         if not difference <= tolerance:
             raise CheckpointError(
                 f"{folder} computes other logits than the model in memory: {difference:.3g} of the largest logit, "
-                f"rounding explains {tolerance:.3g}. The weights agree bit by bit, so its config.json does not fit them."
+                f"rounding explains {tolerance:.3g}. The weights agree, so its config.json does not fit them."
             )
         return ExportCheck(num_tensors=num_tensors, max_logit_difference=difference, tolerance=tolerance)
     finally:
@@ -558,12 +565,8 @@ def verify_export(
 
 def _compare_weights(folder: Path, pieces: Mapping[str, _Piece], ranks: Ranks) -> int:
     """Compare this rank's share of the tensors; all ranks take part in the gathering."""
-    from shardwise.trainer.weights import find_sources
-
     adapter = folder / ADAPTER
     if adapter.exists():
-        from shardwise.trainer.checkpoint.tensorfile import read_header
-
         paths = dict.fromkeys(read_header(adapter), adapter)
     else:
         paths = {name: source.path for name, source in find_sources(folder).items()}
@@ -607,14 +610,15 @@ def _reload(folder: Path, base_folder: str | Path | None) -> nn.Module:
     source = folder if base_folder is None else base_folder
     if base_folder is None and (folder / "adapter_config.json").exists():
         raise CheckpointError(f"{folder} holds adapters. Give base_folder, the folder of their base model.")
-    loaded, info = AutoModelForCausalLM.from_pretrained(
+    answer: Any = AutoModelForCausalLM.from_pretrained(
         str(source), output_loading_info=True, dtype="auto", local_files_only=True
     )
-    problems = [f"{source}: {kind} {names}" for kind, names in cast(dict[str, Any], info).items() if names]
+    loaded, info = cast(tuple[nn.Module, dict[str, Any]], answer)
+    problems = [f"{source}: {kind} {names}" for kind, names in info.items() if names]
     if problems:
         raise CheckpointError(*problems)
     if base_folder is None:
         return loaded
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(loaded, str(folder))
+    return PeftModel.from_pretrained(cast(Any, loaded), str(folder))

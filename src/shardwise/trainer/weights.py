@@ -1,9 +1,9 @@
 """Pretrained weights straight from safetensors files into a sharded model, each rank its own part.
 
-A rank reads from each tensor only the box that its shard covers, one tensor at a time, so host memory holds one box and
-never a model, and a 70B model loads on a machine whose memory it would not fit. The model must be on its device already:
-built on meta, sharded, then `to_empty`. What is not in any file has to be rebuilt, not loaded: non-persistent buffers
-such as the rotary `inv_freq` are whatever the memory held after `to_empty`; `rebuild_rotary` does it.
+A rank reads from each tensor only the box that its shard covers, one tensor at a time, so host memory holds one box
+and never a model, and a 70B model loads on a machine whose memory it would not fit. The model must be on its device
+already: built on meta, sharded, then `to_empty`. What is not in any file has to be rebuilt, not loaded: non-persistent
+buffers such as the rotary `inv_freq` are whatever the memory held after `to_empty`; `rebuild_rotary` does it.
 """
 
 from __future__ import annotations
@@ -267,11 +267,12 @@ def rebuild_rotary(model: nn.Module) -> tuple[str, ...]:
     rebuilt: list[str] = []
     problems: list[str] = []
     for name, module in unwrap(model).named_modules():
-        if not module._non_persistent_buffers_set:  # torch has no public way to ask
+        lost: set[str] = getattr(module, "_non_persistent_buffers_set", set[str]())  # torch has no public way to ask
+        if not lost:
             continue
         config = getattr(module, "config", None)
-        if config is None or not any("inv_freq" in buffer for buffer in module._non_persistent_buffers_set):
-            names = ", ".join(sorted(module._non_persistent_buffers_set))
+        if config is None or not any("inv_freq" in buffer for buffer in lost):
+            names = ", ".join(sorted(lost))
             problems.append(f"{clean_name(name)} ({type(module).__name__}) has buffers in no file: {names}.")
             continue
         fresh = type(module)(config=config)  # pyright: ignore[reportCallIssue]

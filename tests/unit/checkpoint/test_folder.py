@@ -1,6 +1,7 @@
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 def test_no_room_on_the_disk_is_said_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_steps(tmp_path, range(1, 2))
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(folders.shutil, "disk_usage", MagicMock(return_value=usage._replace(free=1000)))
     with pytest.raises(ResourceError, match=r"needs .* bytes\) in .*1000 bytes\) are free"):
         save_steps(tmp_path, range(2, 3))
     assert names(tmp_path) == {"checkpoint-1"}
@@ -109,13 +110,14 @@ def test_extra_files_belong_to_the_checkpoint(tmp_path: Path) -> None:
 
 def test_another_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     save(damage.make_state(1), tmp_path, 1)
-    model = torch.nn.Sequential(torch.nn.Embedding(50, 24), torch.nn.Linear(24, 41))
-    before = model[0].weight.detach().clone()
+    embedding = torch.nn.Embedding(50, 24)
+    model = torch.nn.Sequential(embedding, torch.nn.Linear(24, 41))
+    before = embedding.weight.detach().clone()
     with pytest.raises(CheckpointError, match=r"\(40, 24\) in the checkpoint and \(41, 24\) in this run"):
         load(AppState(model=model), tmp_path / "checkpoint-1")
     with pytest.raises(CheckpointError, match="in the checkpoint but not in this run"):
         load(AppState(model=torch.nn.Sequential(torch.nn.Embedding(50, 24))), tmp_path / "checkpoint-1")
-    assert torch.equal(model[0].weight, before)
+    assert torch.equal(embedding.weight, before)
 
 
 def test_adapters_are_not_put_onto_another_base(tmp_path: Path) -> None:

@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.errors import CheckpointError, ResourceError, ShardwiseError
 from shardwise.trainer.checkpoint import folder as folders
 from shardwise.trainer.checkpoint.manifest import Manifest
 from shardwise.trainer.checkpoint.ranks import Ranks
-from shardwise.trainer.checkpoint.staging import Stager
+from shardwise.trainer.checkpoint.staging import Source, Stager, tensors_of
 from shardwise.trainer.checkpoint.state import (
     AppState,
     FlatState,
@@ -131,6 +131,7 @@ class Checkpointer:
         self._planned: _Planned | None = None
         self._thread: threading.Thread | None = None
         self._job: _Job | None = None
+        self._allotting: threading.Thread | None = None
 
     def save(
         self,
@@ -164,7 +165,8 @@ class Checkpointer:
         if trainer_state is not None:
             files[folders.TRAINER_STATE] = folders.encode_trainer_state({**trainer_state, "global_step": step})
         job = _Job(step=step, about={}, extra_files=files, started=started)
-        planner, plan, metadata = self._prepare(state, job)
+        planner, planned = self._agree_plan(state)
+        self._open(state, job, planned.num_bytes)
         writer = SafetensorsWriter(
             folders.partial_path(self.run_folder, step),
             step=step,
@@ -173,14 +175,16 @@ class Checkpointer:
             finisher=lambda manifest: self._finish(manifest, job),
         )
         if blocking:
-            self._write(job, writer, planner, plan, metadata)
+            self._write(job, writer, planner, planned)
             return self._collect(job)
-        source = self._ranks.agree(lambda: self._stager.stage(plan, planner))
+        if self._allotting is not None:
+            self._allotting.join()
+        source = self._ranks.agree(lambda: self._stager.stage(planned.plan, planner))
         self._stager.guard(state.optimizers)
         job.blocked_s = time.perf_counter() - started
         self._job = job
         self._thread = threading.Thread(
-            target=self._write, args=(job, writer, source, plan, metadata), name="shardwise-save", daemon=True
+            target=self._write, args=(job, writer, source, planned), name="shardwise-save", daemon=True
         )
         self._thread.start()
         return None
@@ -243,8 +247,28 @@ class Checkpointer:
         self.wait()
         return _load(state, Path(path), self._ranks, verified)
 
-    def _prepare(self, state: AppState, job: _Job) -> tuple[ValueSavePlanner, SavePlan, Metadata | None]:
-        """Plan, check the disk and make the folder; all ranks agree on the outcome."""
+    def prepare(self, state: AppState) -> None:
+        """Plan the saves and find the host memory for them ahead of time, in the background; on every rank.
+
+        Optional: it takes the pinning of memory (some tenths of a second per GB) off the first save in the background.
+        Call it once the optimizer has taken its first step, since its states do not exist before.
+
+        Args:
+            state: What will be saved.
+        """
+        planner, planned = self._agree_plan(state)
+        sources = tensors_of(planned.plan, planner)
+        self._allotting = threading.Thread(target=self._allot, args=(sources,), name="shardwise-pin", daemon=True)
+        self._allotting.start()
+
+    def _allot(self, sources: list[Source]) -> None:
+        try:
+            self._stager.allot(sources)
+        except ResourceError:
+            return  # the save itself will say so, on all ranks together
+
+    def _agree_plan(self, state: AppState) -> tuple[ValueSavePlanner, _Planned]:
+        """A planner that finds the tensors of this rank, and the plan: the one of before if nothing has changed."""
         ranks = self._ranks
         planner = ValueSavePlanner(flatten_state_dict=False)
         flat: FlatState = {}
@@ -260,16 +284,18 @@ class Checkpointer:
         if not all(same for same, _ in seen):
             self._planned = self._plan(planner, flat)
         assert self._planned is not None
-        planned = self._planned
+        planner.finish_plan(self._planned.plan)
+        return planner, self._planned
+
+    def _open(self, state: AppState, job: _Job, num_bytes: int) -> None:
+        """Check the disk and make the folder; all ranks agree on the outcome."""
 
         def open_folder() -> None:
-            folders.check_disk(self.run_folder, planned.num_bytes)
+            folders.check_disk(self.run_folder, num_bytes)
             folders.start_partial(self.run_folder, job.step, job.extra_files)
 
-        job.about = describe(state, ranks.size)
-        ranks.by_coordinator(open_folder)
-        planner.finish_plan(planned.plan)
-        return planner, planned.plan, planned.metadata
+        job.about = describe(state, self._ranks.size)
+        self._ranks.by_coordinator(open_folder)
 
     def _plan(self, planner: ValueSavePlanner, flat: FlatState) -> _Planned:
         ranks = self._ranks
@@ -285,18 +311,16 @@ class Checkpointer:
         metadata = kept[0] if kept else None
         return _Planned(signature=_signature(flat), plan=plan, metadata=metadata, num_bytes=num_bytes)
 
-    def _write(
-        self, job: _Job, writer: SafetensorsWriter, source: ItemSource, plan: SavePlan, metadata: Metadata | None
-    ) -> None:
+    def _write(self, job: _Job, writer: SafetensorsWriter, source: ItemSource, planned: _Planned) -> None:
         """Write and finish; every failure ends up in the job, on every rank."""
 
         def write() -> list[Any]:
             self._stager.wait()
-            return writer.write_items(plan, source)
+            return writer.write_items(planned.plan, source)
 
         def finish() -> tuple[Path, int, tuple[str, ...]]:
-            assert metadata is not None
-            writer.finish(metadata, results)
+            assert planned.metadata is not None
+            writer.finish(planned.metadata, results)
             path = folders.checkpoint_path(self.run_folder, job.step)
             return path, job.about["num_bytes"], tuple(job.notes)
 
@@ -413,7 +437,7 @@ def _load(state: AppState, path: Path, ranks: Ranks, verified: Manifest | None) 
 
 
 def _read(flat: FlatState, path: Path, manifest: Manifest, ranks: Ranks) -> None:
-    """Load in place with DCP's planner, whose failures are no Exceptions, and whose plans are exchanged by all ranks."""
+    """Load in place with DCP's planner; its failures are not `Exception`s, so they are translated."""
     reader = SafetensorsReader(path, manifest)
     planner = ValueLoadPlanner(flatten_state_dict=False)
 
@@ -426,7 +450,7 @@ def _read(flat: FlatState, path: Path, manifest: Manifest, ranks: Ranks) -> None
 
     try:
         ranks.agree(read)
-    except dcp.CheckpointException as error:  # a BaseException: `except Exception` would let it pass
+    except CheckpointException as error:  # a BaseException: `except Exception` would let it pass
         raise CheckpointError(f"{path} cannot be loaded: {error}") from error
 
 

@@ -7,15 +7,26 @@ wait for the copies. On the CPU there is nothing to overlap and the copy is made
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.optim import Optimizer
 
+from shardwise.errors import ResourceError
 from shardwise.trainer.checkpoint.storage import ItemSource, plain_tensor
+from shardwise.vocabulary.units import format_bytes
+
+_SLAB_BYTES: Final = 2**30
+"""Pinned memory is asked for in pieces of this size: torch rounds every pinned allocation up to a power of two."""
+_ALIGNMENT: Final = 64
+_SHARE_OF_FREE_MEMORY: Final = 0.9
+
+Source = tuple[MetadataIndex, torch.Tensor]
 
 
 class Stager:
@@ -25,10 +36,35 @@ class Stager:
     """
 
     def __init__(self) -> None:
+        self._layout: object = None
         self._buffers: dict[MetadataIndex, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
         self._hooked: dict[int, Any] = {}
+
+    def allot(self, sources: Sequence[Source]) -> None:
+        """Find host memory for the tensors, pinned for those on a GPU. Does nothing if they are laid out as before.
+
+        Pinning takes some tenths of a second per GB, so `Checkpointer.prepare` does it ahead of the first save.
+
+        Raises:
+            ResourceError: The host has not enough free memory.
+        """
+        layout = [(index, tensor.shape, tensor.dtype, tensor.is_cuda) for index, tensor in sources]
+        if layout == self._layout:
+            return
+        self._buffers, self._layout = {}, None
+        check_memory(sum(_padded(tensor) for _, tensor in sources))
+        for slab in _slabs(sources):
+            memory = torch.empty(
+                sum(_padded(tensor) for _, tensor in slab), dtype=torch.uint8, pin_memory=slab[0][1].is_cuda
+            )
+            start = 0
+            for index, tensor in slab:
+                piece = memory[start : start + tensor.numel() * tensor.element_size()]
+                self._buffers[index] = piece.view(tensor.dtype).reshape(tensor.shape)
+                start += _padded(tensor)
+        self._layout = layout
 
     def stage(self, plan: SavePlan, source: ItemSource) -> StagedItems:
         """Start copying the tensors of a plan.
@@ -39,31 +75,25 @@ class Stager:
 
         Returns:
             A source that hands out the copies. Call `wait` before the first tensor is taken from it.
+
+        Raises:
+            ResourceError: The host has not enough free memory.
         """
-        values: dict[MetadataIndex, Any] = {}
-        copies: dict[MetadataIndex, torch.Tensor] = {}
-        sources: list[tuple[WriteItem, torch.Tensor]] = []
-        for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
-                values[item.index] = _detached(source.resolve_value(item))
-            else:
-                sources.append((item, plain_tensor(item, source)))
-        self._buffers = {item.index: self._buffer(item.index, tensor) for item, tensor in sources}
+        values = {
+            item.index: _detached(source.resolve_value(item))
+            for item in plan.items
+            if item.type == WriteItemType.BYTE_IO
+        }
+        sources = tensors_of(plan, source)
+        self.allot(sources)
         with torch.cuda.stream(self._side_stream(sources)):
-            for item, tensor in sources:
-                copies[item.index] = self._buffers[item.index].copy_(tensor, non_blocking=True)
+            copies = {index: self._buffers[index].copy_(tensor, non_blocking=True) for index, tensor in sources}
             if self._stream is not None:
                 self._copied = torch.cuda.Event()
                 self._copied.record(self._stream)
         return StagedItems(copies, values)
 
-    def _buffer(self, index: MetadataIndex, like: torch.Tensor) -> torch.Tensor:
-        held = self._buffers.get(index)
-        if held is not None and held.shape == like.shape and held.dtype == like.dtype:
-            return held
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-
-    def _side_stream(self, sources: Sequence[tuple[WriteItem, torch.Tensor]]) -> torch.cuda.Stream | None:
+    def _side_stream(self, sources: Sequence[Source]) -> torch.cuda.Stream | None:
         """The stream for the copies; None if there is no GPU tensor among them."""
         if not any(tensor.is_cuda for _, tensor in sources):
             return None
@@ -93,7 +123,52 @@ class Stager:
         for hook in self._hooked.values():
             hook.remove()
         self._hooked.clear()
-        self._buffers.clear()
+        self._buffers, self._layout = {}, None
+
+
+def tensors_of(plan: SavePlan, source: ItemSource) -> list[Source]:
+    """The tensors of a plan, on whatever device they are."""
+    return [(item.index, plain_tensor(item, source)) for item in plan.items if item.type != WriteItemType.BYTE_IO]
+
+
+def _padded(tensor: torch.Tensor) -> int:
+    num_bytes = tensor.numel() * tensor.element_size()
+    return num_bytes + -num_bytes % _ALIGNMENT
+
+
+def _slabs(sources: Sequence[Source]) -> list[list[Source]]:
+    """Tensors that share an allocation: of one kind of memory, and together below the size of a slab."""
+    slabs: list[list[Source]] = []
+    room, pinned = 0, False
+    for index, tensor in sorted(sources, key=lambda source: source[1].is_cuda):
+        if _padded(tensor) > room or tensor.is_cuda != pinned or not slabs:
+            slabs.append([])
+            room, pinned = _SLAB_BYTES, tensor.is_cuda
+        slabs[-1].append((index, tensor))
+        room -= _padded(tensor)
+    return slabs
+
+
+def check_memory(num_bytes: int) -> None:
+    """Whether the host has room for the copies of all ranks of this machine.
+
+    Args:
+        num_bytes: Bytes of this rank's copies; the other ranks of the machine are taken to need as much.
+
+    Raises:
+        ResourceError: It has not; with needed and free bytes. Without /proc/meminfo nothing is known, or said.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError, IndexError):
+        return
+    if num_bytes * ranks > free * _SHARE_OF_FREE_MEMORY:
+        raise ResourceError(
+            f"Saving in the background needs {format_bytes(num_bytes * ranks)} of host memory for {ranks} ranks, "
+            f"{format_bytes(free)} are free. Save in the foreground (blocking), or on more machines."
+        )
 
 
 def _detached(value: Any) -> Any:

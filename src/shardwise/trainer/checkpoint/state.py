@@ -26,7 +26,6 @@ from typing import Any, Final, Protocol, cast
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError
@@ -67,7 +66,7 @@ class AppState:
     optimizers: Sequence[Optimizer] = ()
     """Every optimizer over the model's parameters."""
     extra: Mapping[str, HasState] = field(default_factory=dict[str, HasState])
-    """Scheduler, sampler and so on by name. The same on every rank: one copy is stored, and a difference is an error."""
+    """Scheduler, sampler and so on by name. The same on every rank: one is stored, and a difference is an error."""
     counters: Mapping[str, int | float] = field(default_factory=dict[str, int | float])
     """Plain numbers of the run, such as tokens seen; `Restored.counters` gives them back."""
     trainable_only: bool = False
@@ -133,8 +132,10 @@ def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str
     seen: set[int] = set()
     for name, tensor in state.items():
         parameter = parameters.get(name)
+        if not isinstance(tensor, torch.Tensor):
+            continue
         if parameter is None:
-            if not trainable_only and isinstance(tensor, torch.Tensor):
+            if not trainable_only:
                 tensors[name] = tensor
         elif id(parameter) not in seen and (parameter.requires_grad or not trainable_only):
             seen.add(id(parameter))
@@ -148,7 +149,7 @@ def base_identity(model: nn.Module) -> str:
     Two bases of the same shape with other weights have the same identity; a checkpoint of adapters cannot tell them
     apart.
     """
-    config = getattr(unwrap(model), "config", None)
+    config: Any = getattr(unwrap(model), "config", None)
     described: dict[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
     kept = {key: value for key, value in described.items() if key not in _VOLATILE_CONFIG}
     text = json.dumps(kept, sort_keys=True, default=str)

@@ -227,9 +227,13 @@ class SafetensorsWriter(StorageWriter):
         every = [*pieces.values(), *(piece for several in inner.values() for piece in several)]
         records = {record.name: record for record in self._write_tensors(prefix, every)}
         results = [
-            WriteResult(index, piece.spec.num_bytes, WrittenItem(records=(records[piece.file],), file=piece.file, key=piece.spec.key))
+            WriteResult(
+                index,
+                piece.spec.num_bytes,
+                WrittenItem(records=(records[piece.file],), file=piece.file, key=piece.spec.key),
+            )
             for index, piece in pieces.items()
-        ]  # fmt: skip
+        ]
         if not values:
             return results
         record = write_bytes(self.path / f"{prefix}.json", json.dumps(values, allow_nan=False).encode())
@@ -479,7 +483,8 @@ class SafetensorsReader(StorageReader):
                 if target.shape != source.shape or target.dtype != source.dtype:
                     raise CheckpointError(
                         f"{item.dest_index.fqn} is {source.dtype} {tuple(source.shape)} in {self.path / file}, but "
-                        f"{target.dtype} {tuple(target.shape)} in this run. Resume with the same precision and optimizer."
+                        f"{target.dtype} {tuple(target.shape)} in this run. "
+                        "Resume with the same precision and optimizer."
                     )
                 target.copy_(source)
                 planner.commit_tensor(item, target)

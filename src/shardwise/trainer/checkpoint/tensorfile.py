@@ -90,7 +90,7 @@ def unsupported_dtype(key: str, dtype: torch.dtype) -> CheckpointError:
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The elements of a tensor in host memory, row by row, as bytes. A CUDA tensor is copied to the host first."""
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return memoryview(cast(Any, flat.numpy()))
 
 
 class HashingFile:
@@ -108,7 +108,7 @@ class HashingFile:
         self._path = path
         self._hash = hashlib.sha256()
         self._num_bytes = 0
-        self._file: IO[bytes] = open(path, "xb", buffering=0)
+        self._file: IO[bytes] = path.open("xb", buffering=0)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
@@ -144,6 +144,12 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
         return file.finish()
     finally:
         file.abandon()
+
+
+def fsync_file(path: Path) -> None:
+    """Make a file that somebody else has written durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def fsync_folder(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, cast
@@ -57,13 +57,13 @@ def _listed(folder: Path) -> Manifest:
     named = _STEP.match(folder.name)
     if named and int(named[1]) != manifest.step:
         raise CheckpointError(
-            f"{folder / MANIFEST} is of step {manifest.step}, its folder of step {named[1]}: one of them was renamed or "
-            f"copied. {_WAY_OUT}"
+            f"{folder / MANIFEST} is of step {manifest.step}, its folder of step {named[1]}: one of them was "
+            f"renamed or copied. {_WAY_OUT}"
         )
     found = {path.name for path in folder.iterdir()}
     problems = [f"{folder / name} is missing. {_WAY_OUT}" for name in sorted(set(manifest.files) - found)]
     problems += [
-        f"{folder / name} does not belong to the checkpoint: its {MANIFEST} does not list it. Remove it first."
+        f"{folder / name} does not belong to it: {MANIFEST} does not list it. Remove it first."
         for name in sorted(found - set(manifest.files) - {MANIFEST})
     ]
     if problems:
@@ -77,9 +77,9 @@ def _share(manifest: Manifest, ranks: Ranks) -> list[FileRecord]:
     return by_size[ranks.rank :: ranks.size]
 
 
-def _check_files(folder: Path, manifest: Manifest, records: Iterable[FileRecord]) -> None:
+def _check_files(folder: Path, manifest: Manifest, records: Sequence[FileRecord]) -> None:
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        found = pool.map(lambda record: _check_file(folder / record.name, record), records)
+        found = pool.map(_check_file, [folder / record.name for record in records], records)
         problems = [problem for problem in found if problem]
     if not problems:
         names = {record.name for record in records}
