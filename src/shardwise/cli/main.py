@@ -28,11 +28,11 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "demo": Command(module="shardwise.cli.demo", summary="the main job from end to end on this machine"),
-    "plan": Command(module="shardwise.cli.plan", summary="memory and time of every way to split a fine-tune"),
     "probe": Command(module="shardwise.cli.probe", summary="measure the cards and the wire between them"),
-    "doctor": Command(module="shardwise.cli.doctor", summary="find out why the wire is slow"),
+    "plan": Command(module="shardwise.cli.plan", summary="memory and time of every way to split a fine-tune"),
     "train": Command(module="shardwise.cli.train", summary="run a plan on this machine's cards, and verify it"),
     "report": Command(module="shardwise.cli.report", summary="draw a run folder or a plan as one page"),
+    "data": Command(module="shardwise.cli.data", summary="what the model will see of a data set"),
 }
 """Only what works is listed. Importing this table imports no command."""
 

@@ -11,8 +11,17 @@ from shardwise.cli.options import POSITIONAL
 from shardwise.errors import DoesNotFitError, UsageError
 from shardwise.report.style import Style
 from shardwise.vocabulary.cluster import Cluster
-from shardwise.vocabulary.job import Job, LoraSettings, OptimizerName, Precision, ReduceDtype, TuningWish
-from shardwise.vocabulary.strategy import Checkpointing, ZeroStage
+from shardwise.vocabulary.job import (
+    Job,
+    LoraSettings,
+    OptimizerName,
+    Precision,
+    ReduceDtype,
+    SequenceLengths,
+    TuningWish,
+)
+from shardwise.vocabulary.run import RunFile
+from shardwise.vocabulary.strategy import Checkpointing, LossKind, Offload, PipelineSchedule, ZeroStage
 
 if TYPE_CHECKING:
     from shardwise.planner.search import Wishes
@@ -62,6 +71,8 @@ class Options:
     """In which gradients cross the wire."""
     lora_r: int = 16
     """Rank of the adapters."""
+    data: str | None = None
+    """Your data set: time then follows its lengths, memory its longest batch. Needs torch and the tokenizer."""
     price: float | None = None
     """Of one card for one hour, in your currency."""
 
@@ -74,10 +85,24 @@ class Options:
     """Micro-batches of one optimizer step."""
     checkpointing: Checkpointing | None = None
     """Activations recomputed in the backward pass."""
+    loss: LossKind | None = None
+    """Whole logits, logits in chunks, or a fused kernel."""
+    compile: bool | None = None
+    """Compile each block; on cards from Ampere on if nothing is said."""
+    offload: Offload = "none"
+    """What lives in the machine's memory between its uses."""
+    keep_unsharded: bool = False
+    """ZeRO 2 and 3: whole gradients between micro-batches, so that the wire is paid once a step."""
     tp: int | None = None
     """Degree of tensor parallel."""
     pp: int | None = None
     """Degree of pipeline parallel."""
+    sequence_parallel: bool | None = None
+    """With --tp: norms and residuals split along the sequence; yes if nothing is said."""
+    pipeline_schedule: PipelineSchedule | None = None
+    """With --pp."""
+    virtual_stages: int = 1
+    """With --pp: model chunks a rank in interleaved schedules."""
     dp_replicate: int | None = None
     """Copies of the (sharded) model."""
     dp_shard: int | None = None
@@ -116,7 +141,7 @@ def answer(plan: Plan, options: Options) -> str:
     if options.explain:
         from shardwise.planner.explain import explain
 
-        return explain(plan)
+        return style.plain(explain(plan))
     from shardwise.report.text import plan_page
 
     return plan_page(plan, style, every_candidate=options.all)
@@ -152,7 +177,9 @@ def job_from(options: Options, cluster: Cluster) -> Job:
     Raises:
         UsageError: If a number makes no sense; every one at once.
     """
-    positive = ("seq", "global_batch", "micro_batch", "accumulation", "lora_r", "price", "tp", "pp")
+    positive = (
+        "seq", "global_batch", "micro_batch", "accumulation", "lora_r", "price", "tp", "pp", "virtual_stages",
+    )  # fmt: skip
     problems = [
         f"--{name.replace('_', '-')} must be more than 0, not {value}"
         for name in (*positive, "dp_replicate", "dp_shard")
@@ -162,10 +189,13 @@ def job_from(options: Options, cluster: Cluster) -> Job:
         raise UsageError(*problems)
     from shardwise.facts.hub import find_model
 
+    found = find_model(options.model)
+    lengths = None if options.data is None else _lengths(options, found.weights or options.model)
     return Job(
-        model=find_model(options.model).shape,
+        model=found.shape,
         tuning=options.tuning,
-        sequence_length=options.seq,
+        sequence_length=options.seq if lengths is None else min(options.seq, lengths.longest),
+        lengths=lengths,
         global_batch_size=options.global_batch or _usual_batch(options, cluster),
         precision=options.precision,
         reduce_dtype=options.reduce_dtype,
@@ -173,6 +203,16 @@ def job_from(options: Options, cluster: Cluster) -> Job:
         lora=LoraSettings(r=options.lora_r, alpha=2 * options.lora_r),
         price_per_gpu_hour=options.price,
     )
+
+
+def _lengths(options: Options, model: str) -> SequenceLengths | None:
+    """Of the data set after truncation; tokenized now, and kept for the run."""
+    from shardwise.cli.train import require_training
+
+    require_training()
+    from shardwise.trainer.run import data_lengths
+
+    return data_lengths(RunFile(model_name_or_path=model, dataset_name=options.data, max_length=options.seq))
 
 
 def _usual_batch(options: Options, cluster: Cluster) -> int:
@@ -193,6 +233,14 @@ def wishes_from(options: Options) -> Wishes:
         micro_batch_size=options.micro_batch,
         accumulation=options.accumulation,
         checkpointing=options.checkpointing,
+        loss=options.loss,
+        compile_blocks=options.compile,
+        offload=options.offload,
+        keep_unsharded=options.keep_unsharded,
+        sequence_parallel=options.sequence_parallel,
+        pipeline_schedule=options.pipeline_schedule,
+        virtual_stages=options.virtual_stages,
+        every_candidate=options.all,
         tp=options.tp,
         pp=options.pp,
         dp_replicate=options.dp_replicate,

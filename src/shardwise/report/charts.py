@@ -235,6 +235,11 @@ def lanes_chart(rows: Sequence[StepRow], width: float) -> svg.Drawing | None:
     return svg.Drawing(width=width, height=legend.height, body=join([*parts, axis.body, legend.body]))
 
 
+def is_shortened(step: StepTimeline) -> bool:
+    """Whether the spans leave out micro-batches that only repeat others."""
+    return bool(step.spans) and max(span.end_seconds for span in step.spans) < 0.97 * step.seconds
+
+
 def _lane(spans: Sequence[Span], place: tuple[float, float, float, float]) -> Markup:
     """One lane; `place` is left, top, width in pixels, and the seconds that the width stands for."""
     left, y, width, longest = place

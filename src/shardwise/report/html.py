@@ -63,7 +63,7 @@ def _header(run: RunFolder, title: str) -> Markup:
     plan, taken = run.plan, _taken(run)
     chosen = None
     if plan is not None:
-        name = "Nothing fits" if taken is None else words.full_name(taken.strategy)
+        name = words.nothing(plan) if taken is None else words.full_name(taken.strategy)
         settings = (
             None if taken is None else element("span", {"class": "muted"}, words.describe_settings(taken.strategy))
         )
@@ -205,7 +205,7 @@ def _step(run: RunFolder) -> Markup | None:
     if charts.lanes_chart(rows, WIDE) is not None:
         note = (
             ""
-            if taken is None or not _shortened(taken.step)
+            if taken is None or not charts.is_shortened(taken.step)
             else (" Equal micro-batches repeat: the predicted lanes show the first, one inner and the last.")
         )
         lanes = join([
@@ -218,10 +218,6 @@ def _step(run: RunFolder) -> Markup | None:
         _picture(lambda width: charts.step_chart(rows, width), label),
         lanes,
     )
-
-
-def _shortened(step: StepTimeline) -> bool:
-    return bool(step.spans) and max(span.end_seconds for span in step.spans) < 0.97 * step.seconds
 
 
 def _step_from_ledger(ledger: Ledger | None) -> StepTimeline | None:
@@ -324,7 +320,10 @@ def _strategies(run: RunFolder) -> Markup | None:
         "usable; the bytes one rank sends, and the time, of one optimizer step. Ranges: 5th to 95th percentile.",
         _candidates_table(plan, shown) if shown else None,
         element("p", {"class": "muted"}, f"{hidden} more candidates are in plan.yaml.") if hidden else None,
-        _details(f"Refused ({len(refusals)})", [_refusal(refusal) for refusal in refusals[:MAX_REFUSALS]]),
+        _details(
+            f"Refused ({len(refusals)})",
+            [_refusal(*group) for group in words.grouped_refusals(refusals)[:MAX_REFUSALS]],
+        ),
         _details("Worth knowing", [_advice_item(a.message, a.price, a.command) for a in plan.advice], opened=True),
         _details("Rules that spoke", [element("li", None, rule) for rule in plan.rules], opened=True),
     )
@@ -358,10 +357,9 @@ def _candidate_cells(c: Candidate, usable: int, scale: words.Scale) -> list[Chil
     ]
 
 
-def _refusal(refusal: Refusal) -> Markup:
-    name = "The job" if refusal.strategy is None else words.full_name(refusal.strategy)
+def _refusal(names: str, refusal: Refusal) -> Markup:
     return element(
-        "li", None, element("strong", None, name), f": {refusal.message} ", element("code", None, refusal.rule)
+        "li", None, element("strong", None, names), f": {refusal.message} ", element("code", None, refusal.rule)
     )
 
 

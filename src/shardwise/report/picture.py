@@ -10,11 +10,14 @@ from shardwise.report.markup import Child, Markup, join
 from shardwise.vocabulary.plan import Candidate, Plan
 from shardwise.vocabulary.units import format_seconds
 
+MOST_OF_A_KIND = 3
+"""Splits shown of those that fit, and of those that do not."""
 
-def plan_picture(plan: Plan, width: float = 880, *, max_strategies: int = 6) -> Markup:
-    """A plan as one picture in a file of its own: memory of every split, and the step of the one that was taken."""
+
+def plan_picture(plan: Plan, width: float = 880) -> Markup:
+    """A plan as one picture: memory of the best splits and of some that do not fit, and the step of the chosen one."""
     margin, inner = 24.0, width - 48
-    shown = words.leaders(plan.candidates, plan.recommended, limit=max_strategies)
+    shown = _shown(plan)
     title = f"{plan.job.model.name} on {plan.cluster.num_gpus} × {plan.cluster.gpu.name}"
     parts: list[Child] = [
         svg.text(margin, 36, title, "title"),
@@ -35,12 +38,22 @@ def plan_picture(plan: Plan, width: float = 880, *, max_strategies: int = 6) -> 
         drawings.append(("One optimizer step", charts.step_chart([row], inner)))
         lanes = charts.lanes_chart([row], inner)
         if lanes is not None:
-            drawings.append(("The step on lanes", lanes))
+            part = "its first, an inner and its last micro-batch" if charts.is_shortened(taken.step) else "all of it"
+            drawings.append((f"The step on lanes: {part}", lanes))
     for name, drawing in drawings:
         parts += [svg.text(margin, y, name, "strong"), svg.moved(drawing, margin, y + 16)]
         y += drawing.height + 48
     label = f"{title}: {'nothing fits' if taken is None else words.full_name(taken.strategy) + ' is taken'}"
     return svg.frame(svg.Drawing(width=width, height=y - 18, body=join(parts)), label, standalone=True)
+
+
+def _shown(plan: Plan) -> list[Candidate]:
+    """The chosen one, the next best, and the smallest of those that do not fit."""
+    best = words.leaders(plan.candidates, plan.recommended, limit=len(plan.candidates))
+    fitting = [candidate for candidate in best if candidate.fits and candidate != plan.recommended]
+    missing = sorted((c for c in best if not c.fits), key=lambda c: c.memory.device_bytes)
+    chosen = [] if plan.recommended is None else [plan.recommended]
+    return [*chosen, *fitting][:MOST_OF_A_KIND] + missing[:MOST_OF_A_KIND]
 
 
 def memory_bars(plan: Plan, candidates: Sequence[Candidate]) -> list[charts.MemoryBar]:

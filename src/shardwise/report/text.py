@@ -102,7 +102,7 @@ def _head(plan: Plan, style: Style) -> list[str]:
 def _answer(plan: Plan, style: Style) -> list[str]:
     taken = plan.recommended
     if taken is None:
-        title = style.paint("Nothing fits.", "bold", "red")
+        title = style.paint(words.nothing(plan), "bold", "red")
         return [title, *_wrap(plan.reason, style, indent=2)]
     mark = style.plain("▸")
     name = style.plain(f"{words.full_name(taken.strategy)}: {words.describe_settings(taken.strategy)}")
@@ -228,21 +228,16 @@ def _flow(parts: Sequence[tuple[str, str]], style: Style) -> list[str]:
 
 
 def _refusals(refusals: Sequence[Refusal], style: Style, limit: int | None) -> list[str]:
-    if not refusals:
+    groups = words.grouped_refusals(refusals)
+    if not groups:
         return []
     lines = [style.paint("Refused", "bold")]
-    for refusal in refusals[:limit]:
-        name = full_or_job(refusal.strategy)
-        lines += _wrap(f"{name}: {refusal.message} [{refusal.rule}]", style, indent=4, first=2)
-    hidden = len(refusals) - len(refusals[:limit])
+    for names, refusal in groups[:limit]:
+        lines += _wrap(f"{names}: {refusal.message} [{refusal.rule}]", style, indent=4, first=2)
+    hidden = len(groups) - len(groups[:limit])
     if hidden:
         lines.append(f"  and {hidden} more; see them with --all")
     return lines
-
-
-def full_or_job(strategy: Strategy | None) -> str:
-    """The name of a refused strategy; `the job` where the refusal concerns all of them."""
-    return "the job" if strategy is None else words.full_name(strategy)
 
 
 def _advice(plan: Plan, style: Style) -> list[str]:

@@ -270,6 +270,11 @@ def sentence_about(candidate: Candidate, plan: Plan) -> tuple[str, str]:
     return memory, time
 
 
+def nothing(plan: Plan) -> str:
+    """The verdict of a plan that recommends nothing."""
+    return "Nothing fits." if plan.candidates else "Nothing can run as asked."
+
+
 def cost_sentences(candidate: Candidate, job: Job, cluster: Cluster) -> list[str]:
     """How long the whole job takes and what it costs, as far as its length and a price are known."""
     sentences: list[str] = []
@@ -316,6 +321,25 @@ def other_refusals(plan: Plan, shown: Sequence[Candidate]) -> list[Refusal]:
     """Refusals without those that a table of candidates says already: it does not fit."""
     named = {candidate.strategy for candidate in shown}
     return [r for r in plan.refusals if not (r.rule == "does_not_fit" and r.strategy in named)]
+
+
+def grouped_refusals(refusals: Sequence[Refusal]) -> list[tuple[str, Refusal]]:
+    """Refusals that say the same thing told once, with the names of all strategies they concern."""
+    names: dict[tuple[str, str], list[str]] = {}
+    first: dict[tuple[str, str], Refusal] = {}
+    for refusal in refusals:
+        key = (refusal.rule, refusal.message)
+        first.setdefault(key, refusal)
+        name = "the job" if refusal.strategy is None else full_name(refusal.strategy)
+        if name not in names.setdefault(key, []):
+            names[key].append(name)
+    return [(_listed(names[key]), refusal) for key, refusal in first.items()]
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} others"
 
 
 def headline_rows(headlines: Iterable[Headline]) -> list[tuple[str, str, str, str]]:
