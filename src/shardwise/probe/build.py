@@ -56,7 +56,7 @@ def build_report(findings: Findings, today: datetime.date | None = None) -> Prob
         inter_node=_link(findings, "inter_node"),
         host_memory_bytes=min(host_memory, default=None),
         measurements=_measurements(findings),
-        versions={**findings.versions, **findings.switches},
+        versions={**_driver(findings), **findings.versions, **findings.switches},
         source="measured",
         date=(today or datetime.date.today()).isoformat(),
         assumptions=tuple(_assumptions(findings)),
@@ -71,6 +71,11 @@ def _cluster_name(findings: Findings, num_nodes: int, per_node: int) -> str:
     if first.architecture == "cpu":
         return f"cpu-{prefix}{per_node}x{first.num_threads}"
     return f"{prefix}{per_node}x-" + first.device_name.lower().replace(" ", "-")
+
+
+def _driver(findings: Findings) -> dict[str, str]:
+    """The driver as the inventory has it, for machines whose kernel does not show the module's version."""
+    return {"driver": each.driver for each in findings.inventories[:1] if each.driver}
 
 
 def _assumptions(findings: Findings) -> Iterable[str]:

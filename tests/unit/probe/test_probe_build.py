@@ -101,7 +101,9 @@ def h200_findings(pair: PairPath, bus: float = 300e9, **changes: Any) -> Finding
         )
         for i in range(2)
     )
-    inventory = Inventory(host="node-a", cpu="Some CPU", num_cpus=32, cards=(card(0), card(1)), pairs=(pair,))
+    inventory = Inventory(
+        host="node-a", cpu="Some CPU", num_cpus=32, driver="580.1", cards=(card(0), card(1)), pairs=(pair,)
+    )
     return cpu_findings(
         ranks=facts,
         inventories=(inventory,),
@@ -214,6 +216,7 @@ def test_a_known_card_keeps_its_data_sheet_and_the_drivers_memory() -> None:
     assert cluster.gpu.peak_flops["bf16"] == pytest.approx(989.4e12)
     assert (cluster.gpu.memory_bytes, cluster.gpu.cuda_memory_bytes) == (143_771 * MIB, 143_000 * MIB)
     assert cluster.measurements.context_bytes == 500 * MIB
+    assert cluster.versions["driver"] == "580.1"
     assert cluster.measurements.communicator_bytes == 90 * MIB
     assert cluster.measurements.matmul_flops["fp32"][-1].rate == 2e11
 
