@@ -75,7 +75,8 @@ def _cluster_name(findings: Findings, num_nodes: int, per_node: int) -> str:
 
 def _driver(findings: Findings) -> dict[str, str]:
     """The driver as the inventory has it, for machines whose kernel does not show the module's version."""
-    return {"driver": each.driver for each in findings.inventories[:1] if each.driver}
+    driver = next((each.driver for each in findings.inventories), "")
+    return {"driver": driver} if driver else {}
 
 
 def _assumptions(findings: Findings) -> Iterable[str]:
