@@ -106,7 +106,7 @@ def diagnose(options: DoctorOptions, *, environment: Mapping[str, str] | None = 
     if environment is None:
         environment = dict(os.environ) if options.root == Path("/") else {}
     scene = gather(machine, environment, log, options)
-    if options.run:
+    if options.run and scene.cards:  # without cards the inventory says what is wrong
         from shardwise.doctor.experiments import run_experiments
 
         measurements = run_experiments(scene, seconds=options.seconds, risky=options.risky)

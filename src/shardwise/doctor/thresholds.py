@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import yaml
 
 from shardwise.facts.machine.pci import GENERATION_BY_GT
-from shardwise.facts.machine.record import GpuCard, GpuPair, Machine, Unreadable
+from shardwise.facts.machine.record import GpuCard, GpuPair, Machine, PathType, Unreadable
 from shardwise.vocabulary.units import GB
 
 Verdict = Literal["good", "warn", "fail"]
@@ -98,21 +98,36 @@ def lanes_rate(speed_gt: float) -> float:
 
 
 def nvlink_headline(pair: GpuPair, machine: Machine) -> float | None:
-    """One-way NVLink rate between two cards, in bytes a second; None without NVLink."""
-    if isinstance(pair.num_nvlinks, Unreadable) or isinstance(machine.gpus, Unreadable) or not pair.num_nvlinks:
+    """One-way NVLink rate between two cards, in bytes a second; None without NVLink, or if nothing tells it.
+
+    Where the driver says that NVLink joins them but not by how many links, the model's number is taken.
+    """
+    if isinstance(machine.gpus, Unreadable) or pair.path != PathType.NVLINK:
         return None
     card = machine.gpus[pair.a]
-    links = () if isinstance(card.nvlinks, Unreadable) else card.nvlinks
+    links = pair.num_nvlinks
+    if isinstance(links, Unreadable):
+        expected = expected_links(card.name)
+        if expected is None:
+            return None
+        links = expected.links
+    per_link = nvlink_rate(card)
+    return None if per_link is None else links * per_link
+
+
+def nvlink_rate(card: GpuCard) -> float | None:
+    """One-way bytes a second of one NVLink of a card."""
     table = _data()["nvlink_bytes_per_s_per_link"]
     for name, rate in table["by_card"].items():
         if name in card.name:
-            return pair.num_nvlinks * float(rate)
+            return float(rate)
+    links = () if isinstance(card.nvlinks, Unreadable) else card.nvlinks
     versions = [link.version for link in links if not isinstance(link.version, Unreadable)]
     by_version = table["by_version"].get(versions[0]) if versions else None
     if by_version is not None:
-        return pair.num_nvlinks * float(by_version)
+        return float(by_version)
     speeds = [link.speed_bytes_per_s for link in links if not isinstance(link.speed_bytes_per_s, Unreadable)]
-    return pair.num_nvlinks * min(speeds) if speeds else None
+    return min(speeds, default=None)
 
 
 def typical_rate(pair: GpuPair, machine: Machine, transport: str) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardwise.doctor.findings import AbTest, Answer, Certainty, Check, Cost, Evidence, Finding, Severity, gap
 from shardwise.doctor.scene import Scene
-from shardwise.doctor.thresholds import expected_links, nvlink_headline, typical_fraction
+from shardwise.doctor.thresholds import expected_links, nvlink_rate, typical_fraction
 from shardwise.facts.machine.record import GpuCard, NvLink, Unreadable
 
 _SWITCHED = ("SXM", "HGX", "H100 80GB HBM3", "H200", "B200", "B300", "GB200")
@@ -22,11 +22,11 @@ def look(scene: Scene) -> Iterator[Answer]:
             continue
         if len(scene.cards) < 2:
             continue
-        yield from _links(scene, card, card.nvlinks)
+        yield from _links(card, card.nvlinks)
         yield from _fabric(card)
 
 
-def _links(scene: Scene, card: GpuCard, links: tuple[NvLink, ...]) -> Iterator[Finding]:
+def _links(card: GpuCard, links: tuple[NvLink, ...]) -> Iterator[Finding]:
     expected = expected_links(card.name)
     active = [link for link in links if link.active]
     wanted = len(links) if expected is None else expected.links
@@ -54,7 +54,7 @@ def _links(scene: Scene, card: GpuCard, links: tuple[NvLink, ...]) -> Iterator[F
                 b="the same after the reset",
                 expect=f"{wanted} links with a speed",
             ),
-            cost=_cost(scene, card, len(active), wanted),
+            cost=_cost(card, len(active), wanted),
             reference="NVIDIA/nccl#557, NVIDIA/nccl#340",
         )
     speeds = {link.speed_bytes_per_s for link in active if not isinstance(link.speed_bytes_per_s, Unreadable)}
@@ -77,16 +77,16 @@ def _links(scene: Scene, card: GpuCard, links: tuple[NvLink, ...]) -> Iterator[F
         )
 
 
-def _cost(scene: Scene, card: GpuCard, active: int, wanted: int) -> Cost | None:
+def _cost(card: GpuCard, active: int, wanted: int) -> Cost | None:
     """A ring is as fast as its narrowest card."""
-    pair = next((pair for pair in scene.machine.pairs if card.index in (pair.a, pair.b)), None)
-    headline = None if pair is None else nvlink_headline(pair, scene.machine)
-    if headline is None or active == 0:
+    per_link = nvlink_rate(card)
+    if per_link is None or active == 0:
         return None
-    per_link = headline / max(int(pair.num_nvlinks), 1) if pair is not None and isinstance(pair.num_nvlinks, int) else 0
     share = typical_fraction("nvlink")
     return Cost(
-        actual_bytes_per_s=share * per_link * active, expected_bytes_per_s=share * per_link * wanted, basis="typical"
+        actual_bytes_per_s=share * per_link * active,
+        expected_bytes_per_s=share * per_link * wanted,
+        basis="typical",
     )
 
 

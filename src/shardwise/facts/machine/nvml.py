@@ -161,6 +161,7 @@ def _ask_pair(module: Any, handles: list[Any], a: int, b: int) -> dict[str, Any]
         "ancestor": _ask(module.nvmlDeviceGetTopologyCommonAncestor, *ab),
         "read": [_ask(module.nvmlDeviceGetP2PStatus, *pair, 0) for pair in (ab, ba)],
         "write": [_ask(module.nvmlDeviceGetP2PStatus, *pair, 1) for pair in (ab, ba)],
+        "nvlink": _ask(module.nvmlDeviceGetP2PStatus, *ab, 2),
     }
 
 

@@ -17,6 +17,8 @@ from shardwise.facts.machine.record import (
     GpuPair,
     Limits,
     Machine,
+    NvLink,
+    P2pStatus,
     PathType,
     PciDevice,
     Reading,
@@ -166,13 +168,19 @@ def _pair(first: GpuCard, second: GpuCard, told: dict[str, Any], pci: dict[str, 
     if isinstance(over_pci, Unreadable):
         over_pci = pci_path(pci, first.address, second.address)
     links = shared_nvlinks(first, second)
+    joined = isinstance(links, int) and links > 0
+    if not joined and told.get("nvlink") == P2pStatus.OK:
+        joined = True
+        links = Unreadable(
+            why="NVML says that NVLink joins the two, but shows no links", command="nvidia-smi nvlink -s"
+        )
     statuses = [*told["read"], *told["write"]]
     known = [int(status) for status in statuses if not isinstance(status, Unreadable)]
+    links_matter = isinstance(over_pci, Unreadable)
     return GpuPair(
         a=first.index,
         b=second.index,
-        path=links if isinstance(links, Unreadable) and isinstance(over_pci, Unreadable)
-        else PathType.NVLINK if isinstance(links, int) and links else over_pci,
+        path=PathType.NVLINK if joined else links if isinstance(links, Unreadable) and links_matter else over_pci,
         pci_path=over_pci,
         num_nvlinks=links,
         read=both_ways(told["read"]),
@@ -190,5 +198,13 @@ def shared_nvlinks(first: GpuCard, second: GpuCard) -> Reading[int]:
     direct = sum(link.active and link.remote == second.address for link in first.nvlinks)
     if direct:
         return direct
-    both = (first.nvlinks, second.nvlinks)
-    return min(sum(link.active and link.remote_is_switch is True for link in links) for links in both)
+    return min(_links_to_switches(first, first.nvlinks), _links_to_switches(second, second.nvlinks))
+
+
+def _links_to_switches(card: GpuCard, links: tuple[NvLink, ...]) -> int:
+    """Active links to NVSwitches; on a card of a ready fabric also those whose other end NVML does not tell."""
+    fabric = card.fabric_state == "completed"
+    return sum(
+        link.active and (link.remote_is_switch is True or (fabric and isinstance(link.remote_is_switch, Unreadable)))
+        for link in links
+    )

@@ -69,8 +69,17 @@ class Tree:
         except OSError as error:
             return _unreadable(path, error, command or f"sudo ls {path}")
         if self._copy_to is not None:
-            (self._copy_to / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
+            self._copy_names(self._copy_to / path.lstrip("/"), path, names)
         return names
+
+    def _copy_names(self, folder: Path, path: str, names: tuple[str, ...]) -> None:
+        """Empty files and folders of the same names; of folders full of libraries only NCCL's."""
+        folder.mkdir(parents=True, exist_ok=True)
+        kernel = path.startswith(("/sys", "/proc", "/dev"))
+        for name in names:
+            copy, source = folder / name, self._at(path) / name
+            if (kernel or "nccl" in name) and not copy.exists() and not copy.is_symlink():
+                copy.mkdir() if source.is_dir() else copy.touch()
 
     def exists(self, path: str) -> bool:
         """Whether the path exists and may be looked at."""
@@ -78,7 +87,7 @@ class Tree:
             found = self._at(path).exists()
         except OSError:
             return False
-        if found and self._copy_to is not None:
+        if found and self._copy_to is not None and not self._at(path).is_symlink():  # `link` copies those
             copy = self._copy_to / path.lstrip("/")
             copy.parent.mkdir(parents=True, exist_ok=True)
             if not copy.exists():
@@ -290,8 +299,8 @@ def write_answers(answers: Answers, path: Path) -> None:
 def _to_plain(value: Any) -> Any:
     if isinstance(value, Unreadable):
         return {"unreadable": value.why, "command": value.command}
-    if isinstance(value, frozenset | tuple):
-        items = cast("frozenset[Any] | tuple[Any, ...]", value)
+    if isinstance(value, frozenset | tuple | list):
+        items = cast("frozenset[Any] | tuple[Any, ...] | list[Any]", value)
         return sorted(items) if isinstance(items, frozenset) else [_to_plain(item) for item in items]
     if isinstance(value, Mapping):
         return {str(name): _to_plain(item) for name, item in cast("Mapping[str, Any]", value).items()}
@@ -304,4 +313,6 @@ def _from_plain(value: Any) -> Any:
         if "unreadable" in table:
             return Unreadable(why=str(table["unreadable"]), command=str(table.get("command", "")))
         return {name: _from_plain(item) for name, item in table.items()}
+    if isinstance(value, list):
+        return [_from_plain(item) for item in cast("list[Any]", value)]
     return value

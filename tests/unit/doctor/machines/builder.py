@@ -135,8 +135,13 @@ def one_root(index: int) -> tuple[str, ...]:
 def below_switch(index: int, *, switch: int = 0) -> tuple[str, ...]:
     """A slot below a PCIe switch."""
     bus = 0x10 + 0x40 * switch
-    return (f"pci0000:{bus:02x}", f"0000:{bus:02x}:01.0", f"0000:{bus + 1:02x}:00.0",
-            f"0000:{bus + 2:02x}:{index:02x}.0", f"0000:{bus + 3 + index:02x}:00.0")  # fmt: skip
+    return (
+        f"pci0000:{bus:02x}",
+        f"0000:{bus:02x}:01.0",
+        f"0000:{bus + 1:02x}:00.0",
+        f"0000:{bus + 2:02x}:{index:02x}.0",
+        f"0000:{bus + 3 + index:02x}:00.0",
+    )
 
 
 def chipset_slot() -> tuple[str, ...]:
@@ -149,19 +154,31 @@ def switched_links(
 ) -> tuple[dict[str, Any], ...]:
     """Links to NVSwitches."""
     return tuple(
-        {"active": index not in down, "remote": "0000:00:00.0", "remote_is_switch": True, "version": version,
-         "speed_bytes_per_s": speed, "errors": {}}
+        {
+            "active": index not in down,
+            "remote": "0000:00:00.0",
+            "remote_is_switch": True,
+            "version": version,
+            "speed_bytes_per_s": speed,
+            "errors": {},
+        }
         for index in range(count)
-    )  # fmt: skip
+    )
 
 
 def bridged_links(count: int, peer: str, *, down: Sequence[int] = ()) -> tuple[dict[str, Any], ...]:
     """Links over a bridge to one other card."""
     return tuple(
-        {"active": index not in down, "remote": peer, "remote_is_switch": False, "version": 3,
-         "speed_bytes_per_s": 14.062e9, "errors": {}}
+        {
+            "active": index not in down,
+            "remote": peer,
+            "remote_is_switch": False,
+            "version": 3,
+            "speed_bytes_per_s": 14.062e9,
+            "errors": {},
+        }
         for index in range(count)
-    )  # fmt: skip
+    )
 
 
 def build(root: Path, spec: Spec) -> Path:
@@ -183,10 +200,21 @@ def build(root: Path, spec: Spec) -> Path:
 def _devices(spec: Spec) -> list[tuple[tuple[str, ...], int, dict[str, Any]]]:
     found: list[tuple[tuple[str, ...], int, dict[str, Any]]] = []
     for card in spec.cards:
-        found.append((card.place, card.numa, {
-            "vendor": "0x10de", "class": "0x030200", "gen": card.gen, "gen_max": card.gen_card, "width": card.width,
-            "width_max": card.width_max, "errors": card.corrected_errors,
-        }))  # fmt: skip
+        found.append(
+            (
+                card.place,
+                card.numa,
+                {
+                    "vendor": "0x10de",
+                    "class": "0x030200",
+                    "gen": card.gen,
+                    "gen_max": card.gen_card,
+                    "width": card.width,
+                    "width_max": card.width_max,
+                    "errors": card.corrected_errors,
+                },
+            )
+        )
     for port in spec.ports:
         found.append(
             (
@@ -217,18 +245,30 @@ def _write_chain(root: Path, spec: Spec, place: tuple[str, ...], numa: int, devi
         address = place[depth]
         folder = "/sys/devices/" + "/".join(place[: depth + 1])
         last = depth == len(place) - 1
-        own: dict[str, Any] = device if last else {
-            "vendor": "0x10b5" if depth > 1 else "0x1022", "class": "0x060400", "gen": device["gen_max"],
-            "gen_max": device["gen_max"], "width": device["width"], "width_max": device["width_max"],
-            **spec.bridges.get(address, {}),
-        }  # fmt: skip
+        own: dict[str, Any] = (
+            device
+            if last
+            else {
+                "vendor": "0x10b5" if depth > 1 else "0x1022",
+                "class": "0x060400",
+                "gen": device["gen_max"],
+                "gen_max": device["gen_max"],
+                "width": device["width"],
+                "width_max": device["width_max"],
+                **spec.bridges.get(address, {}),
+            }
+        )
         for name, text in (
-            ("vendor", own["vendor"]), ("class", own["class"]), ("numa_node", str(numa)),
-            ("current_link_speed", f"{_GT[own['gen']]} GT/s PCIe"), ("max_link_speed", f"{_GT[own['gen_max']]} GT/s PCIe"),
-            ("current_link_width", str(own["width"])), ("max_link_width", str(own["width_max"])),
+            ("vendor", own["vendor"]),
+            ("class", own["class"]),
+            ("numa_node", str(numa)),
+            ("current_link_speed", f"{_GT[own['gen']]} GT/s PCIe"),
+            ("max_link_speed", f"{_GT[own['gen_max']]} GT/s PCIe"),
+            ("current_link_width", str(own["width"])),
+            ("max_link_width", str(own["width_max"])),
             ("local_cpulist", f"{numa * 16}-{numa * 16 + 15}"),
             ("aer_dev_correctable", f"RxErr 0\nTOTAL_ERR_COR {own.get('errors', 0)}"),
-        ):  # fmt: skip
+        ):
             _write(root, f"{folder}/{name}", text + "\n")
         (root / f"{folder}/config".lstrip("/")).write_bytes(
             _config(redirect=bool(own.get("redirect"))) if spec.acs_readable else b"\0" * 64
@@ -293,8 +333,8 @@ def _write_sys(root: Path, spec: Spec) -> None:
     if spec.legacy_peermem:
         _write(root, "/sys/kernel/mm/memory_peers/nv_mem/version", "1.3\n")
     if spec.iommu is not None:
-        (root / "sys/class/iommu/ivhd0").mkdir(parents=True)
-    (root / "dev/shm").mkdir(parents=True)
+        (root / "sys/class/iommu/ivhd0").mkdir(parents=True, exist_ok=True)
+    (root / "dev/shm").mkdir(parents=True, exist_ok=True)
     for index in range(len(spec.ports) if spec.uverbs else 0):
         _write(root, f"/dev/infiniband/uverbs{index}", "")
     _write(root, "/sys/fs/cgroup/cpu.max", spec.cpu_max + "\n")
@@ -302,8 +342,14 @@ def _write_sys(root: Path, spec: Spec) -> None:
 
 def _write_port(root: Path, port: Port) -> None:
     folder = f"/sys/class/infiniband/{port.device}/ports/1"
-    for name, text in (("state", port.state), ("phys_state", port.physical), ("rate", port.rate), ("link_layer", port.layer),
-                       ("lid", "0x1"), ("sm_lid", "0x1")):  # fmt: skip
+    for name, text in (
+        ("state", port.state),
+        ("phys_state", port.physical),
+        ("rate", port.rate),
+        ("link_layer", port.layer),
+        ("lid", "0x1"),
+        ("sm_lid", "0x1"),
+    ):
         _write(root, f"{folder}/{name}", text + "\n")
     for name, count in port.counters.items():
         _write(root, f"{folder}/counters/{name}", f"{count}\n")
@@ -315,8 +361,12 @@ def _write_port(root: Path, port: Port) -> None:
 
 def _write_net(root: Path, index: int, net: Net) -> None:
     folder = f"/sys/class/net/{net.name}"
-    for name, text in (("ifindex", str(index)), ("operstate", net.state), ("mtu", "1500"),
-                       ("speed", str(net.speed if net.physical else -1))):  # fmt: skip
+    for name, text in (
+        ("ifindex", str(index)),
+        ("operstate", net.state),
+        ("mtu", "1500"),
+        ("speed", str(net.speed if net.physical else -1)),
+    ):
         _write(root, f"{folder}/{name}", text + "\n")
     if net.physical:
         _link(root, f"{folder}/device", f"/sys/devices/pci0000:e0/0000:e0:01.0/0000:e1:00.{index}")
@@ -329,8 +379,12 @@ def _write_rank(root: Path, rank: Rank, spec: Spec) -> None:
     _write(root, f"{folder}/mountinfo", f"36 25 {rank.shm} / /dev/shm rw - tmpfs tmpfs rw\n")
     _write(root, f"{folder}/maps", f"7f00-7f01 r-xp 00000000 08:01 12 {rank.library}\n")
     locked = "unlimited" if spec.memlock is None else str(spec.memlock)
-    _write(root, f"{folder}/limits", f"Limit  Soft  Hard  Units\nMax locked memory         {locked}   {locked}  bytes\n"
-           "Max open files            1048576  1048576  files\nMax stack size            8388608  unlimited  bytes\n")  # fmt: skip
+    _write(
+        root,
+        f"{folder}/limits",
+        f"Limit  Soft  Hard  Units\nMax locked memory         {locked}   {locked}  bytes\n"
+        "Max open files            1048576  1048576  files\nMax stack size            8388608  unlimited  bytes\n",
+    )
     site = rank.library.partition("/nvidia/nccl/lib/")[0]
     (root / site.lstrip("/") / f"nvidia_nccl_cu12-{spec.nccl}.dist-info").mkdir(parents=True, exist_ok=True)
 
@@ -355,8 +409,10 @@ def _answers(spec: Spec) -> dict[str, Any]:
             "driver": spec.driver,
             "gpus": [_nvml_card(card) for card in spec.cards],
             "pairs": [_nvml_pair(spec, a, b) for a in range(len(spec.cards)) for b in range(a + 1, len(spec.cards))],
-        } if spec.nvml else NO_NVML,
-    }  # fmt: skip
+        }
+        if spec.nvml
+        else NO_NVML,
+    }
 
 
 def _nvml_card(card: Card) -> dict[str, Any]:
@@ -396,7 +452,8 @@ def _ancestor(first: Card, second: Card) -> int:
     """NVML's level, from the places."""
     if first.place[0] != second.place[0]:
         return 40 if first.numa == second.numa else 50
-    shared = len(os.path.commonprefix([first.place, second.place])) - 1
+    same = [above == other for above, other in zip(first.place, second.place, strict=False)]
+    shared = (same.index(False) if False in same else len(same)) - 1
     if shared == 0:
         return 30
     return 10 if len(first.place) - 2 - shared + len(second.place) - 2 - shared <= 2 else 20

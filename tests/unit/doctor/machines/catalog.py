@@ -53,8 +53,16 @@ def rtx4090(index: int, **changes: object) -> Card:
 def h100(
     index: int, *, down: Sequence[int] = (), fabric: tuple[int, int] = (3, 0), name: str = "NVIDIA H100 80GB HBM3"
 ) -> Card:
-    return Card(name=name, place=below_switch(0, switch=index % 3) if index < 3 else below_switch(index, switch=index % 3),
-                capability=(9, 0), gen=5, gen_max=5, gen_card=5, links=switched_links(18, down=down), fabric=fabric)  # fmt: skip
+    return Card(
+        name=name,
+        place=below_switch(0, switch=index % 3) if index < 3 else below_switch(index, switch=index % 3),
+        capability=(9, 0),
+        gen=5,
+        gen_max=5,
+        gen_card=5,
+        links=switched_links(18, down=down),
+        fabric=fabric,
+    )
 
 
 def hca(device: str = "mlx5_0", *, index: int = 9, switch: int = 0, **changes: object) -> Port:
@@ -66,12 +74,21 @@ def eight_h100(**changes: object) -> Spec:
 
 
 A100_VM = Spec(
-    cards=[Card(name="NVIDIA A100-SXM4-80GB", place=(f"pci000{i}:00", f"000{i}:00:00.0"), capability=(8, 0),
-                links=switched_links(12, version=3), fabric=(0, 0)) for i in range(8)],
-    num_cpus=96, hypervisor="Microsoft Corporation",
+    cards=[
+        Card(
+            name="NVIDIA A100-SXM4-80GB",
+            place=(f"pci000{i}:00", f"000{i}:00:00.0"),
+            capability=(8, 0),
+            links=switched_links(12, version=3),
+            fabric=(0, 0),
+        )
+        for i in range(8)
+    ],
+    num_cpus=96,
+    hypervisor="Microsoft Corporation",
     ports=[Port(device="mlx5_0", place=("pci0101:00", "0101:00:00.0"))],
     environment={"SLURM_NNODES": "1"},
-)  # fmt: skip
+)
 
 SHM_LOG = "".join(
     f"node-a:100:20{i} [{i}] NCCL INFO Channel 00 : {i}[{i}] -> {(i + 1) % 4}[{(i + 1) % 4}] via SHM/direct/direct\n"
@@ -95,197 +112,318 @@ CASES: dict[str, Case] = {
     "4xa6000-epyc-2.21": Case(spec=Spec(cards=[a6000(i) for i in range(4)], nccl="2.21.5"), log=P2P_LOG),
     "2xa6000-epyc-2.27": Case(spec=Spec(cards=[a6000(i) for i in range(2)])),
     "2x4090-x16": Case(spec=Spec(cards=[rtx4090(0), rtx4090(1)], p2p_all=2), notes=["p2p-refused"]),
-    "4xa6000-intel": Case(spec=Spec(cards=[a6000(i) for i in range(4)], cpu="intel", nccl="2.21.5"), notes=["p2p-level"]),
+    "4xa6000-intel": Case(
+        spec=Spec(cards=[a6000(i) for i in range(4)], cpu="intel", nccl="2.21.5"), notes=["p2p-level"]
+    ),
     "iommu-off-nvlink-translating": Case(
         # NVLink traffic does not cross the IOMMU.
         spec=Spec(cards=[rtx3090(0, links=True), rtx3090(1, links=True)], iommu="DMA-FQ", acs_readable=False),
     ),
     "red-herring-ib-disable-on-desktop": Case(
         spec=Spec(cards=[rtx3090(0, links=True), rtx3090(1, links=True)], environment={"NCCL_IB_DISABLE": "1"}),
-        notes=["nccl-switches"], words=["no effect here", "no InfiniBand"],
+        notes=["nccl-switches"],
+        words=["no effect here", "no InfiniBand"],
     ),
     "red-herring-p2p-disable-on-4090": Case(
         spec=Spec(cards=[rtx4090(0), rtx4090(1)], p2p_all=2, environment={"NCCL_P2P_DISABLE": "1"}, driver="545.23.08"),
-        notes=["nccl-switches", "p2p-refused"], words=["no effect here"],
+        notes=["nccl-switches", "p2p-refused"],
+        words=["no effect here"],
     ),
     # sick machines
     "2x4090-x8x8": Case(
-        spec=Spec(cards=[rtx4090(0, width=8), rtx4090(1, width=8)], p2p_all=2,
-                  bridges={f"0000:00:01.{i}": {"width": 8, "width_max": 8} for i in range(2)}),
-        findings=["pcie-link"], notes=["p2p-refused"], words=["x8 of its x16", "slot gives no more"],
+        spec=Spec(
+            cards=[rtx4090(0, width=8), rtx4090(1, width=8)],
+            p2p_all=2,
+            bridges={f"0000:00:01.{i}": {"width": 8, "width_max": 8} for i in range(2)},
+        ),
+        findings=["pcie-link"],
+        notes=["p2p-refused"],
+        words=["x8 of its x16", "slot gives no more"],
     ),
     "riser-x4": Case(
-        spec=Spec(cards=[rtx3090(0, links=True), Card(name="NVIDIA GeForce RTX 3090", place=one_root(1), width=4,
-                                                      links=bridged_links(4, one_root(0)[-1]))],
-                  bridges={"0000:00:01.1": {"width": 4, "width_max": 16}}),
-        findings=["pcie-link"], words=["x4 of x16", "riser"],
+        spec=Spec(
+            cards=[
+                rtx3090(0, links=True),
+                Card(
+                    name="NVIDIA GeForce RTX 3090", place=one_root(1), width=4, links=bridged_links(4, one_root(0)[-1])
+                ),
+            ],
+            bridges={"0000:00:01.1": {"width": 4, "width_max": 16}},
+        ),
+        findings=["pcie-link"],
+        words=["x4 of x16", "riser"],
     ),
     "gen3-slot": Case(
-        spec=Spec(cards=[Card(name="NVIDIA RTX A6000", place=own_root(i), gen=3, gen_max=3, gen_card=4) for i in range(2)]),
-        findings=["pcie-link"], words=["Gen4 card in a Gen3 slot"],
+        spec=Spec(
+            cards=[Card(name="NVIDIA RTX A6000", place=own_root(i), gen=3, gen_max=3, gen_card=4) for i in range(2)]
+        ),
+        findings=["pcie-link"],
+        words=["Gen4 card in a Gen3 slot"],
     ),
     "trained-down-to-gen2": Case(
         spec=Spec(cards=[a6000(0), Card(name="NVIDIA RTX A6000", place=own_root(1), gen=2, processes=(4242,))]),
-        findings=["pcie-link"], notes=["shared-fabric"], words=["Gen2 where card and slot have Gen4"],
+        findings=["pcie-link"],
+        notes=["shared-fabric"],
+        words=["Gen2 where card and slot have Gen4"],
     ),
     "chipset-slot": Case(
-        spec=Spec(cards=[rtx4090(0), Card(name="NVIDIA GeForce RTX 4090", place=chipset_slot(), width=4)], p2p_all=2,
-                  bridges={"0000:05:00.0": {"vendor": "0x1022", "width": 4, "width_max": 4}}),
-        findings=["pcie-link"], notes=["p2p-refused"], words=["chipset slot"],
+        spec=Spec(
+            cards=[rtx4090(0), Card(name="NVIDIA GeForce RTX 4090", place=chipset_slot(), width=4)],
+            p2p_all=2,
+            bridges={"0000:05:00.0": {"vendor": "0x1022", "width": 4, "width_max": 4}},
+        ),
+        findings=["pcie-link"],
+        notes=["p2p-refused"],
+        words=["chipset slot"],
     ),
     "4xa6000-epyc-2.26": Case(
         spec=Spec(cards=[a6000(i) for i in range(4)], nccl="2.26.2"),
-        findings=["p2p-level"], words=["2.26.2", "NCCL_P2P_LEVEL=PHB"],
+        findings=["p2p-level"],
+        words=["2.26.2", "NCCL_P2P_LEVEL=PHB"],
     ),
     "4xa6000-epyc-2.26-logged": Case(
-        spec=Spec(cards=[a6000(i, numa=i // 2) for i in range(4)], nccl="2.26.2"), log=SHM_LOG,
-        findings=["p2p-level"], words=["NCCL_P2P_LEVEL=SYS"],
+        spec=Spec(cards=[a6000(i, numa=i // 2) for i in range(4)], nccl="2.26.2"),
+        log=SHM_LOG,
+        findings=["p2p-level"],
+        words=["NCCL_P2P_LEVEL=SYS"],
     ),
     "8xh100-dead-link": Case(
         spec=Spec(cards=[h100(i, down=(7,) if i == 3 else ()) for i in range(8)], num_cpus=64),
-        findings=["nvlink"], words=["1 of 18 NVLinks are down"],
+        findings=["nvlink"],
+        words=["1 of 18 NVLinks are down"],
     ),
     "8xh100-fabric-not-started": Case(
-        spec=Spec(cards=[h100(i, fabric=(1, 0)) for i in range(8)], num_cpus=64), findings=["nvlink"],
+        spec=Spec(cards=[h100(i, fabric=(1, 0)) for i in range(8)], num_cpus=64),
+        findings=["nvlink"],
         words=["fabric is not ready", "Fabric Manager"],
     ),
     "3090-bridge-half-seated": Case(
-        spec=Spec(cards=[Card(name="NVIDIA GeForce RTX 3090", place=one_root(i),
-                              links=bridged_links(4, one_root(1 - i)[-1], down=(1, 3))) for i in range(2)]),
-        findings=["nvlink"], words=["2 of 4 NVLinks are down", "bridge"],
+        spec=Spec(
+            cards=[
+                Card(
+                    name="NVIDIA GeForce RTX 3090",
+                    place=one_root(i),
+                    links=bridged_links(4, one_root(1 - i)[-1], down=(1, 3)),
+                )
+                for i in range(2)
+            ]
+        ),
+        findings=["nvlink"],
+        words=["2 of 4 NVLinks are down", "bridge"],
     ),
     "a100-vm-without-topology-file": Case(spec=A100_VM, findings=["virtual-machine"], words=["NCCL_TOPO_FILE"]),
     "container-64mb-shm": Case(
         spec=Spec(cards=[rtx4090(i) for i in range(4)], p2p_all=2, container=True, shm_bytes=64_000_000),
-        findings=["shm"], notes=["p2p-refused"], words=["too small", "--shm-size"],
+        findings=["shm"],
+        notes=["p2p-refused"],
+        words=["too small", "--shm-size"],
     ),
     "container-64mb-shm-nvlink": Case(
-        spec=eight_h100(container=True, shm_bytes=64_000_000), notes=["shm"],
+        spec=eight_h100(container=True, shm_bytes=64_000_000),
+        notes=["shm"],
     ),
     "split-shm-mounts": Case(
-        spec=Spec(cards=[a6000(i) for i in range(2)],
-                  ranks=[Rank(pid=1000 + i, shm=f"0:{40 + i}", environment={"LOCAL_RANK": str(i)}) for i in range(2)]),
-        pids=[1000], findings=["shm-mounts"], words=["different /dev/shm"],
+        spec=Spec(
+            cards=[a6000(i) for i in range(2)],
+            ranks=[Rank(pid=1000 + i, shm=f"0:{40 + i}", environment={"LOCAL_RANK": str(i)}) for i in range(2)],
+        ),
+        pids=[1000],
+        findings=["shm-mounts"],
+        words=["different /dev/shm"],
     ),
     "ranks-differ": Case(
-        spec=Spec(cards=[rtx3090(0, links=True), rtx3090(1, links=True)],
-                  ranks=[Rank(pid=1000 + i, environment={"LOCAL_RANK": str(i), **({"NCCL_ALGO": "Ring"} if i else {})})
-                         for i in range(2)]),
-        pids=[1000], findings=["rank-differences", "nccl-switches"], words=["NCCL_ALGO differs between ranks"],
+        spec=Spec(
+            cards=[rtx3090(0, links=True), rtx3090(1, links=True)],
+            ranks=[
+                Rank(pid=1000 + i, environment={"LOCAL_RANK": str(i), **({"NCCL_ALGO": "Ring"} if i else {})})
+                for i in range(2)
+            ],
+        ),
+        pids=[1000],
+        findings=["rank-differences", "nccl-switches"],
+        words=["NCCL_ALGO differs between ranks"],
     ),
     "p2p-disabled-on-nvlink": Case(
-        spec=eight_h100(environment={"NCCL_P2P_DISABLE": "1"}), findings=["nccl-switches"],
+        spec=eight_h100(environment={"NCCL_P2P_DISABLE": "1"}),
+        findings=["nccl-switches"],
         words=["NVLink lies idle", "host memory"],
     ),
     "p2p-and-shm-disabled-on-nvlink": Case(
-        spec=eight_h100(environment={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}), findings=["nccl-switches"],
-        notes=["nccl-switches"], words=["NVLink lies idle", "the network", "NCCL_P2P_DISABLE and NCCL_SHM_DISABLE"],
+        spec=eight_h100(environment={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}),
+        findings=["nccl-switches"],
+        notes=["nccl-switches"],
+        words=["NVLink lies idle", "the network", "NCCL_P2P_DISABLE and NCCL_SHM_DISABLE"],
     ),
     "conf-file-sets-level": Case(
         spec=Spec(cards=[a6000(i) for i in range(2)], conf="# tuned\nNCCL_P2P_LEVEL=NVL\n"),
-        findings=["nccl-switches"], words=["NCCL_P2P_LEVEL=NVL", "/etc/nccl.conf"],
+        findings=["nccl-switches"],
+        words=["NCCL_P2P_LEVEL=NVL", "/etc/nccl.conf"],
     ),
     "env-file-misspelt": Case(
-        spec=Spec(cards=[a6000(i) for i in range(2)]), env_file="NCCL_SHM_DISABLED=1\nexport NCCL_DEBUG=INFO\n",
-        findings=["switch-names"], words=["NCCL_SHM_DISABLE was probably meant"],
+        spec=Spec(cards=[a6000(i) for i in range(2)]),
+        env_file="NCCL_SHM_DISABLED=1\nexport NCCL_DEBUG=INFO\n",
+        findings=["switch-names"],
+        words=["NCCL_SHM_DISABLE was probably meant"],
     ),
     "iommu-translating": Case(
-        spec=Spec(cards=[a6000(i) for i in range(2)], iommu="DMA-FQ"), findings=["iommu"], words=["iommu=pt"],
+        spec=Spec(cards=[a6000(i) for i in range(2)], iommu="DMA-FQ"),
+        findings=["iommu"],
+        words=["iommu=pt"],
     ),
     "acs-read-as-root": Case(
-        spec=Spec(cards=[Card(name="NVIDIA A40", place=below_switch(i)) for i in range(2)],
-                  bridges={"0000:12:00.0": {"redirect": True}}),
-        findings=["acs"], words=["up to the processor", "setpci"],
+        spec=Spec(
+            cards=[Card(name="NVIDIA A40", place=below_switch(i)) for i in range(2)],
+            bridges={"0000:12:00.0": {"redirect": True}},
+        ),
+        findings=["acs"],
+        words=["up to the processor", "setpci"],
     ),
     "acs-inferred": Case(
-        spec=Spec(cards=[Card(name="NVIDIA A40", place=below_switch(i)) for i in range(2)], iommu="identity",
-                  acs_readable=False),
-        findings=["acs"], words=["up to the processor"],
+        spec=Spec(
+            cards=[Card(name="NVIDIA A40", place=below_switch(i)) for i in range(2)],
+            iommu="identity",
+            acs_readable=False,
+        ),
+        findings=["acs"],
+        words=["up to the processor"],
     ),
     "acs-unreadable": Case(
-        spec=Spec(cards=[a6000(i) for i in range(2)], acs_readable=False), gaps=["acs"],
+        spec=Spec(cards=[a6000(i) for i in range(2)], acs_readable=False),
+        gaps=["acs"],
     ),
     "docker0-chosen": Case(
-        spec=Spec(cards=[a6000(i) for i in range(2)], environment={"SLURM_NNODES": "2"},
-                  nets=[Net(name="eth0", state="down", address=""), Net(name="docker0", physical=False)]),
-        findings=["interface"], words=["NCCL takes docker0"],
+        spec=Spec(
+            cards=[a6000(i) for i in range(2)],
+            environment={"SLURM_NNODES": "2"},
+            nets=[Net(name="eth0", state="down", address=""), Net(name="docker0", physical=False)],
+        ),
+        findings=["interface"],
+        words=["NCCL takes docker0"],
     ),
     "tailscale-chosen": Case(
-        spec=Spec(cards=[a6000(i) for i in range(2)],
-                  nets=[Net(name="tailscale0", address="192.0.2.9", physical=False), Net(name="eno1")]),
-        findings=["interface"], words=["tailscale0", "NCCL_SOCKET_IFNAME=eno1"],
+        spec=Spec(
+            cards=[a6000(i) for i in range(2)],
+            nets=[Net(name="tailscale0", address="192.0.2.9", physical=False), Net(name="eno1")],
+        ),
+        findings=["interface"],
+        words=["tailscale0", "NCCL_SOCKET_IFNAME=eno1"],
     ),
     "slow-interface-first": Case(
-        spec=Spec(cards=[a6000(i) for i in range(2)], environment={"SLURM_NNODES": "2"},
-                  nets=[Net(name="eno1", speed=1_000), Net(name="enp1s0", speed=100_000)]),
-        findings=["interface"], words=["enp1s0 is much faster"],
+        spec=Spec(
+            cards=[a6000(i) for i in range(2)],
+            environment={"SLURM_NNODES": "2"},
+            nets=[Net(name="eno1", speed=1_000), Net(name="enp1s0", speed=100_000)],
+        ),
+        findings=["interface"],
+        words=["enp1s0 is much faster"],
     ),
     "ib-without-libibverbs": Case(
-        spec=eight_h100(ports=[hca()], verbs=False, environment={"SLURM_NNODES": "2"}), findings=["verbs"],
+        spec=eight_h100(ports=[hca()], verbs=False, environment={"SLURM_NNODES": "2"}),
+        findings=["verbs"],
         words=["libibverbs1"],
     ),
     "ib-without-device-nodes": Case(
         spec=eight_h100(ports=[hca()], uverbs=False, container=True, environment={"SLURM_NNODES": "2"}),
-        findings=["verbs"], words=["--device=/dev/infiniband"],
+        findings=["verbs"],
+        words=["--device=/dev/infiniband"],
     ),
     "ib-port-down": Case(
-        spec=eight_h100(ports=[hca(), hca("mlx5_1", switch=1, state="1: DOWN", physical="2: Polling")],
-                        environment={"SLURM_NNODES": "2"}),
-        findings=["ib-port"], words=["is DOWN while its siblings are active"],
+        spec=eight_h100(
+            ports=[hca(), hca("mlx5_1", switch=1, state="1: DOWN", physical="2: Polling")],
+            environment={"SLURM_NNODES": "2"},
+        ),
+        findings=["ib-port"],
+        words=["is DOWN while its siblings are active"],
     ),
     "ib-port-slow": Case(
-        spec=eight_h100(ports=[hca(), hca("mlx5_1", switch=1, rate="100 Gb/sec (4X EDR)")],
-                        environment={"SLURM_NNODES": "2"}),
-        findings=["ib-port"], words=["100 Gb/s where a sibling has 200"],
+        spec=eight_h100(
+            ports=[hca(), hca("mlx5_1", switch=1, rate="100 Gb/sec (4X EDR)")], environment={"SLURM_NNODES": "2"}
+        ),
+        findings=["ib-port"],
+        words=["100 Gb/s where a sibling has 200"],
     ),
     "roce-v1-gid": Case(
-        spec=eight_h100(nccl="2.19.3", environment={"SLURM_NNODES": "2"}, ports=[
-            hca(layer="Ethernet", gids=(("fe80:0000:0000:0000:0000:0000:0000:0001", "IB/RoCE v1"),
-                                        ("0000:0000:0000:0000:0000:ffff:c000:0201", "RoCE v2")))]),
-        findings=["ib-port"], words=["NCCL_IB_GID_INDEX=1"],
+        spec=eight_h100(
+            nccl="2.19.3",
+            environment={"SLURM_NNODES": "2"},
+            ports=[
+                hca(
+                    layer="Ethernet",
+                    gids=(
+                        ("fe80:0000:0000:0000:0000:0000:0000:0001", "IB/RoCE v1"),
+                        ("0000:0000:0000:0000:0000:ffff:c000:0201", "RoCE v2"),
+                    ),
+                )
+            ],
+        ),
+        findings=["ib-port"],
+        words=["NCCL_IB_GID_INDEX=1"],
     ),
     "one-sided-gpudirect": Case(
-        spec=eight_h100(ports=[hca()]), log=ONE_SIDED_LOG, findings=["gpudirect"], words=["on node-b", "nvidia-peermem"],
+        spec=eight_h100(ports=[hca()]),
+        log=ONE_SIDED_LOG,
+        findings=["gpudirect"],
+        words=["on node-b", "nvidia-peermem"],
     ),
     "no-peermem": Case(
-        spec=eight_h100(ports=[hca()], modules=("nvidia",), legacy_peermem=False, open_driver=False,
-                        environment={"SLURM_NNODES": "2"}),
-        findings=["gpudirect"], words=["neither nvidia_peermem nor DMA-BUF"],
+        spec=eight_h100(
+            ports=[hca()],
+            modules=("nvidia",),
+            legacy_peermem=False,
+            open_driver=False,
+            environment={"SLURM_NNODES": "2"},
+        ),
+        findings=["gpudirect"],
+        words=["neither nvidia_peermem nor DMA-BUF"],
     ),
     "peermem-too-new-for-nccl": Case(
         spec=eight_h100(ports=[hca()], nccl="2.21.5", legacy_peermem=False, environment={"SLURM_NNODES": "2"}),
-        findings=["gpudirect"], words=["does not see nvidia_peermem"],
+        findings=["gpudirect"],
+        words=["does not see nvidia_peermem"],
     ),
     "memlock": Case(
         spec=eight_h100(ports=[hca()], memlock=8_388_608, container=True, environment={"SLURM_NNODES": "2"}),
-        findings=["limits"], words=["memlock=-1"],
+        findings=["limits"],
+        words=["memlock=-1"],
     ),
     "two-cores-for-four-cards": Case(
-        spec=Spec(cards=[rtx4090(i) for i in range(4)], p2p_all=2, affinity=2), findings=["cpu-affinity"],
-        notes=["p2p-refused"], words=["2 processors for 4 ranks"],
+        spec=Spec(cards=[rtx4090(i) for i in range(4)], p2p_all=2, affinity=2),
+        findings=["cpu-affinity"],
+        notes=["p2p-refused"],
+        words=["2 processors for 4 ranks"],
     ),
     "one-way-p2p": Case(
-        spec=Spec(cards=[a6000(i) for i in range(2)], p2p={(0, 1): ((0, 1), (0, 1))}), findings=["p2p-refused"],
+        spec=Spec(cards=[a6000(i) for i in range(2)], p2p={(0, 1): ((0, 1), (0, 1))}),
+        findings=["p2p-refused"],
         words=["one direction only"],
     ),
     "vm-without-clique": Case(
         spec=Spec(cards=[a6000(i) for i in range(2)], p2p_all=1, hypervisor="QEMU", topology_file=True),
-        findings=["p2p-refused"], words=["x-nv-gpudirect-clique"],
+        findings=["p2p-refused"],
+        words=["x-nv-gpudirect-clique"],
     ),
     "nvlink-p2p-refused": Case(
-        spec=Spec(cards=[rtx3090(0, links=True), rtx3090(1, links=True)], p2p_all=4), findings=["p2p-refused"],
+        spec=Spec(cards=[rtx3090(0, links=True), rtx3090(1, links=True)], p2p_all=4),
+        findings=["p2p-refused"],
         words=["although NVLink joins the cards"],
     ),
     "kernel-log-page-faults": Case(
-        spec=Spec(cards=[a6000(i) for i in range(2)], kernel_log=["AMD-Vi: Event logged [IO_PAGE_FAULT device=41:00.0]"]),
-        findings=["kernel-log"], words=["IOMMU blocked"],
+        spec=Spec(
+            cards=[a6000(i) for i in range(2)], kernel_log=["AMD-Vi: Event logged [IO_PAGE_FAULT device=41:00.0]"]
+        ),
+        findings=["kernel-log"],
+        words=["IOMMU blocked"],
     ),
     "power-brake": Case(
         spec=Spec(cards=[a6000(0), Card(name="NVIDIA RTX A6000", place=own_root(1), slowdowns=0x80)]),
-        findings=["throttling"], words=["power brake"],
+        findings=["throttling"],
+        words=["power brake"],
     ),
     # what could not be read
-    "no-nvml": Case(spec=Spec(cards=[a6000(i) for i in range(2)], nvml=False), gaps=["inventory", "nvlink", "p2p-level", "pcie-link"]),
+    "no-nvml": Case(
+        spec=Spec(cards=[a6000(i) for i in range(2)], nvml=False),
+        gaps=["inventory", "nvlink", "p2p-level", "pcie-link"],
+    ),
     "no-gpu": Case(spec=Spec(nvml=False), gaps=["inventory"]),
     "no-nccl-version": Case(spec=Spec(cards=[a6000(i) for i in range(4)], nccl=""), gaps=["p2p-level"]),
-}  # fmt: skip
+}
