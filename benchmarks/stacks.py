@@ -23,7 +23,7 @@ from shardwise.levers.optimizer import cost as optimizer
 from shardwise.planner.memory import runtime
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.memory import ALWAYS, STEP, Category, Instant, MemoryBreakdown, Term, span
-from shardwise.vocabulary.placement import Group, Placement, adapted
+from shardwise.vocabulary.placement import NF4_BYTES, NF4_DOUBLE_BYTES, Group, Placement, adapted
 
 Modules = Literal["plain", "ddp", "fully_shard", "fsdp1", "deepspeed"]
 
@@ -95,7 +95,7 @@ def _states(place: PeerPlacement, stack: Stack) -> tuple[Term, ...]:
         return replicate.stores(place) + shard.stores(place)
     terms = list(fully_shard.weights(place))
     if stack.nf4 == "single" and place.quantized:
-        extra = place.quantized * (fully_shard.NF4_BYTES - fully_shard.NF4_DOUBLE_BYTES)
+        extra = place.quantized * (NF4_BYTES - NF4_DOUBLE_BYTES)
         terms.append(_term(Category.PARAMETER, "single quantized scales", extra, ALWAYS))
     if place.trains_all and place.master_bytes != place.element_bytes:
         copies = place.element_bytes * place.trainable

@@ -21,34 +21,14 @@ host is not on the card: see `levers/offload`.
 from __future__ import annotations
 
 from shardwise.vocabulary.memory import ALWAYS, Category, Instant, Term, span
-from shardwise.vocabulary.placement import Group, Placement
+from shardwise.vocabulary.placement import FROZEN_BYTES, Group, Placement
 
 SOURCE = "torch.distributed.fsdp.fully_shard, [Note: what fully_shard holds]"
-FROZEN_BYTES = 2
-NF4_BYTES = 0.5 + 4 / 64
-"""bitsandbytes NF4: half a byte and one fp32 scale for 64 elements; with double quantization 0.516."""
-NF4_DOUBLE_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-
-
-def shards_frozen(place: Placement) -> bool:
-    """Frozen weights are sharded under stage 3 only; below, they are replicated and never cross the wire."""
-    return place.strategy.zero_stage == 3
-
-
-def frozen_bytes(place: Placement) -> float:
-    """Bytes of all frozen weights of this rank's model part, before sharding."""
-    return place.quantized * NF4_DOUBLE_BYTES + (place.frozen - place.quantized) * FROZEN_BYTES
-
-
-def frozen_bytes_of(place: Placement, group: Group) -> float:
-    """Bytes of one group's frozen weights: under QLoRA the matrices of blocks are packed, all else is not."""
-    packed = place.quantized / place.num_blocks if group.site == "block" and place.num_blocks else 0.0
-    return packed * NF4_DOUBLE_BYTES + (group.frozen - packed) * FROZEN_BYTES
 
 
 def managed_bytes(place: Placement, group: Group) -> int:
     """Bytes of one group when gathered: what `fully_shard` manages of it, in compute dtypes."""
-    frozen = frozen_bytes_of(place, group) if group.frozen and shards_frozen(place) else 0.0
+    frozen = place.frozen_bytes_of(group) if place.shards_frozen else 0.0
     return round(group.trainable * place.element_bytes + frozen)
 
 
@@ -85,12 +65,12 @@ def weights(place: Placement) -> tuple[Term, ...]:
         )
     ]
     if place.frozen:
-        divisor = shards if shards_frozen(place) else 1
+        divisor = shards if place.shards_frozen else 1
         terms.append(
             Term(
                 category=Category.PARAMETER,
                 name="frozen weights",
-                bytes=round(frozen_bytes(place) / divisor),
+                bytes=round(place.frozen_bytes / divisor),
                 alive=ALWAYS,
                 formula=f"({FROZEN_BYTES} B, or NF4 for block matrices under QLoRA) x {place.frozen:,} / {divisor}",
                 source=SOURCE,

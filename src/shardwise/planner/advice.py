@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from shardwise.planner import learning_rate, rules, search
+from shardwise.planner import duration, learning_rate, rules, search
 from shardwise.planner.timeline import estimate_seconds
 from shardwise.planner.uncertainty import usable_bytes
 from shardwise.vocabulary.cluster import Cluster, Link
@@ -40,6 +40,8 @@ def advise(
         _one_card(job, cluster, wishes, best),
         _full_instead(job, best, candidates),
         _crossover(job, cluster, best, rivals),
+        duration.how_long(job, cluster, best),
+        duration.packing(job, best),
         learning_rate.advice(job),
     )
     return tuple(advice for advice in about if advice is not None)
@@ -87,6 +89,11 @@ def _changes(job: Job, cluster: Cluster, wishes: search.Wishes) -> Iterator[Chan
     if job.tuning in ("full", "any") and job.optimizer == "adamw":
         light = replace(job, optimizer="adamw_8bit")
         yield change("Keep the optimizer's moments in 8 bits", "--optimizer adamw_8bit", 4, job=light, wishes=free)
+    if wishes.offload == "none" and cluster.gpu.architecture != "cpu":
+        waiting = replace(free, offload="parameters", zero_stage=3 if cluster.num_gpus > 1 else None)
+        yield change(
+            "Let weights, gradients and moments wait in host memory", "--offload parameters", 7, wishes=waiting
+        )
     for sequence in (job.sequence_length // 2, job.sequence_length // 4):
         if sequence >= 256:
             shorter = replace(job, sequence_length=sequence)

@@ -181,7 +181,7 @@ def _matrix_seconds(place: Placement, rates: Rates) -> float:
 def _quantized_elements(place: Placement) -> float:
     """Elements that the fp8 products of one block's forward quantize: inputs and weights (backward: gradients)."""
     inputs = sum(linear.active_copies * linear.in_features for linear in place.model.linears)
-    return (place.tokens * inputs + place.model.block_parameters) / place.strategy.tp
+    return (place.typical_tokens * inputs + place.model.block_parameters) / place.strategy.tp
 
 
 def _adapter_share(place: Placement) -> float:

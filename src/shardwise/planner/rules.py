@@ -29,6 +29,10 @@ WITHIN = 0.03
 ONE_CARD = "fits on one card: one job on each card, or DDP when one run must finish sooner"
 ADAPTERS_FIRST = "a full fine-tune does not fit on one card and adapters were not excluded: LoRA or QLoRA first"
 LOWEST_STAGE = "must be a full fine-tune and does not fit on one card: the lowest sharding stage that fits"
+OTHER_AXES = (
+    "no data-parallel strategy fits: tensor or pipeline parallel does, which is planned here but not run by this "
+    "version's engine"
+)
 WORDS = {"full": "full fine-tune", "lora": "LoRA", "qlora": "QLoRA"}
 TIME_WINS = "time wins over the rule of thumb"
 
@@ -68,10 +72,14 @@ def choose(job: Job, cluster: Cluster, candidates: Sequence[Candidate]) -> Choic
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         return Choice(candidate=None, reason=_nothing_fits(cluster, candidates))
+    runs_here = [each for each in fitting if each.strategy.tp == 1 and each.strategy.pp == 1]
+    fitting = runs_here or fitting
     tunings, spoken = _tunings(job, cluster, fitting)
     allowed = [candidate for candidate in fitting if candidate.strategy.tuning in tunings]
     best = fastest_or_simpler(allowed)
     rules, reason = [spoken] if spoken else [], _why(best, allowed)
+    if not runs_here:
+        rules.append(OTHER_AXES)
     if cluster.num_gpus > 1:
         overruled = _overruled(best, allowed)
         if overruled:

@@ -68,6 +68,8 @@ class Wishes:
     compile_blocks: bool | None = None
     """None: on CUDA cards from Ampere on."""
     keep_unsharded: bool = False
+    every_axis: bool = False
+    """Try tensor and pipeline degrees that nobody asked for, too."""
     every_candidate: bool = False
     """Keep every micro-batch and checkpointing of a strategy, not only the best."""
 
@@ -88,6 +90,11 @@ def make_plan(job: Job, cluster: Cluster, wishes: Wishes | None = None) -> Plan:
 
     _check(job, cluster, wishes)
     candidates, refusals = survey(job, cluster, wishes)
+    open_mesh = all(getattr(wishes, name) is None for name in ("pp", "dp_replicate", "dp_shard", "tp", "zero_stage"))
+    if open_mesh and not any(candidate.fits for candidate in candidates):
+        wider, also_refused = survey(job, cluster, dataclasses.replace(wishes, every_axis=True))
+        if any(candidate.fits for candidate in wider):
+            candidates, refusals = wider, also_refused
     choice = rules.choose(job, cluster, candidates)
     best = _with_spans(job, cluster, choice.candidate) if choice.candidate else None
     ordered = tuple(best if best and each is choice.candidate else each for each in candidates)
@@ -166,6 +173,7 @@ def price(
         probability_of_oom=probability_of_oom(used, cluster),
         memory_interval_bytes=(round(low), round(high)),
         step_interval_seconds=interval(step.seconds, time_spread(cluster) * step.seconds),
+        host_bytes=offload.host_bytes(place, cluster),
     )
 
 
@@ -204,10 +212,10 @@ def meshes(num_gpus: int, wishes: Wishes) -> Iterator[tuple[int, int, int, int]]
     """All (pp, dp_replicate, dp_shard, tp) whose product is the number of cards and that the wishes allow.
 
     Tensor and pipeline degrees other than 1 are tried where they are asked for, where all other degrees are given (the
-    last one is then solved), and with `every_candidate`.
+    last one is then solved), and with `every_axis`: the engine does not run them yet.
     """
     given = [degree is not None for degree in (wishes.pp, wishes.dp_replicate, wishes.dp_shard, wishes.tp)]
-    usual = None if sum(given) == 3 or wishes.every_candidate else 1
+    usual = None if sum(given) == 3 or wishes.every_axis else 1
     for pp in _degrees(num_gpus, wishes.pp or usual):
         for tp in _degrees(num_gpus // pp, wishes.tp or usual):
             rest = num_gpus // (pp * tp)
@@ -288,9 +296,19 @@ def _check(job: Job, cluster: Cluster, wishes: Wishes) -> None:
         problems.append(
             f"{job.model.name} was made for {limit:,} tokens; a sequence of {job.sequence_length:,} is longer"
         )
+    problems += [refusal.message for refusal in _shape_problems(job, cluster, wishes)]
     problems += [refusal.message for refusal in _batch_problem(job, cluster, wishes)]
     if problems:
         raise ConfigError(*problems)
+
+
+def _shape_problems(job: Job, cluster: Cluster, wishes: Wishes) -> Iterator[Refusal]:
+    """Wished degrees that the model's heads or layers do not allow, whatever the rest of the mesh."""
+    chunks = wishes.virtual_stages if (wishes.pp or 1) > 1 else 1
+    asked = Strategy(tp=wishes.tp or 1, pp=wishes.pp or 1, virtual_stages=chunks, accumulation=wishes.pp or 1)
+    for refusal in (*tensor.legal(job, cluster, asked), *pipeline.legal(job, cluster, asked)):
+        if refusal.rule in ("heads_divide_by_tp", "layers_fill_stages"):
+            yield refusal
 
 
 def _batch_problem(job: Job, cluster: Cluster, wishes: Wishes) -> tuple[Refusal, ...]:

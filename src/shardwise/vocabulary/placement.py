@@ -19,6 +19,12 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "bf16_pure": 2, "fp8": 2}
 MASTER_BYTES = {"fp32": 4, "bf16": 4, "bf16_pure": 2, "fp8": 4}
 """Of the trainable parameters as the optimizer sees them, by precision."""
 ADAPTER_BYTES = {"fp32": 4, "bf16": 2}
+FROZEN_BYTES = 2
+"""Of a frozen weight that is not packed."""
+NF4_BYTES = 0.5 + 4 / 64
+"""bitsandbytes NF4: half a byte and one fp32 scale for 64 elements."""
+NF4_DOUBLE_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""With double quantization of the scales, as the engine packs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,14 +174,36 @@ class Placement:
             return 0
         return self.num_blocks * sum(_split(linear, self.strategy.tp) for linear in self.model.linears)
 
+    def frozen_bytes_of(self, group: Group) -> float:
+        """Bytes of one group's frozen weights: under QLoRA the matrices of blocks are packed, all else is not."""
+        packed = self.quantized / self.num_blocks if group.site == "block" and self.num_blocks else 0.0
+        return packed * NF4_DOUBLE_BYTES + (group.frozen - packed) * FROZEN_BYTES
+
+    @cached_property
+    def frozen_bytes(self) -> float:
+        """Bytes of all frozen weights on this rank, before sharding."""
+        return sum(group.count * self.frozen_bytes_of(group) for group in self.groups)
+
     @property
-    def micro_batches_in_flight(self) -> int:
-        """Micro-batches whose activations this stage holds at once (1 without a pipeline)."""
+    def shards_frozen(self) -> bool:
+        """Frozen weights are sharded under stage 3 only; below, they are replicated and never cross the wire."""
+        return self.strategy.zero_stage == 3
+
+    @property
+    def micro_batches_in_flight(self) -> float:
+        """Micro-batches whose activations this stage holds at once (1 without a pipeline).
+
+        1F1B and zero bubble (its memory-neutral form) warm up with one for each later stage. Interleaved chunks are
+        1/v of a stage each; 2 (p - 1 - stage) + (v - 1) p + 1 of them are in flight (arXiv:2104.04473).
+        """
         strategy = self.strategy
         if strategy.pp == 1:
             return 1
         if strategy.pipeline_schedule == "gpipe":
             return strategy.accumulation
+        if strategy.pipeline_schedule == "interleaved_1f1b" and strategy.virtual_stages > 1:
+            chunks = 2 * (strategy.pp - 1 - self.stage) + (strategy.virtual_stages - 1) * strategy.pp + 1
+            return min(strategy.accumulation, chunks / strategy.virtual_stages)
         return min(strategy.accumulation, strategy.pp - self.stage)
 
 

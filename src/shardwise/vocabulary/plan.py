@@ -43,6 +43,8 @@ class Candidate:
     """Device memory: 5th and 95th percentile."""
     step_interval_seconds: tuple[float, float]
     """Step time: 5th and 95th percentile."""
+    host_bytes: int = 0
+    """Host memory of one machine: its ranks' processes, what they offload, and the staging of a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -218,7 +218,7 @@ def test_predictions_are_finite_and_positive(case: tuple[Job, Strategy], card: s
 @QUICK
 @given(gpus=st.integers(1, 512), pp=st.sampled_from((None, 1, 2, 4)), tp=st.sampled_from((None, 1, 8)))
 def test_a_mesh_never_forgets_an_axis(gpus: int, pp: int | None, tp: int | None) -> None:
-    found = list(meshes(gpus, Wishes(pp=pp, tp=tp, every_candidate=True)))
+    found = list(meshes(gpus, Wishes(pp=pp, tp=tp, every_axis=True)))
     assert len(found) == len(set(found))
     assert all(math.prod(mesh) == gpus for mesh in found)
     assert bool(found) == (gpus % ((pp or 1) * (tp or 1)) == 0)
@@ -229,7 +229,7 @@ def test_a_mesh_never_forgets_an_axis(gpus: int, pp: int | None, tp: int | None)
 def test_every_strategy_of_a_search_uses_every_card(nodes: int, cards: int) -> None:
     job = Job(model=SMALL, global_batch_size=32, tuning="any")
     cluster = cluster_of("h200", nodes, cards)
-    found = list(strategies(job, cluster, Wishes(every_candidate=True)))
+    found = list(strategies(job, cluster, Wishes(every_axis=True)))
     assert found
     assert all(strategy.num_ranks == cluster.num_gpus for strategy in found)
 

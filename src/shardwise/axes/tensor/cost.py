@@ -45,7 +45,8 @@ def legal(job: Job, cluster: Cluster, strategy: Strategy) -> tuple[Refusal, ...]
     if link.bandwidth_bytes_per_s < MIN_BANDWIDTH_BYTES_PER_S and cluster.gpu.architecture != "cpu":
         message = (
             f"tensor parallel sends four sums a block; {link.name} carries "
-            f"{format_bandwidth(link.bandwidth_bytes_per_s)} one way, and training needs {format_bandwidth(MIN_BANDWIDTH_BYTES_PER_S)} or more; shard the data instead"
+            f"{format_bandwidth(link.bandwidth_bytes_per_s)} one way, and training needs "
+            f"{format_bandwidth(MIN_BANDWIDTH_BYTES_PER_S)} or more; shard the data instead"
         )
         refusals.append(Refusal(strategy=strategy, rule="no_tensor_on_slow_wire", message=message))
     return tuple(refusals)

@@ -26,6 +26,12 @@ def legal(job: Job, cluster: Cluster, strategy: Strategy) -> tuple[Refusal, ...]
     if strategy.tuning == "qlora" and cluster.gpu.architecture == "cpu":
         message = "QLoRA's 4-bit weights need a CUDA card; use lora on this machine"
         refusals.append(Refusal(strategy=strategy, rule="qlora_needs_cuda", message=message))
+    if strategy.tuning == "qlora" and job.model.is_mixture:
+        message = (
+            f"{job.model.name} keeps its experts in fused parameters, which 4-bit packing of matrices does not reach; "
+            "use lora"
+        )
+        refusals.append(Refusal(strategy=strategy, rule="qlora_packs_matrices", message=message))
     return tuple(refusals)
 
 

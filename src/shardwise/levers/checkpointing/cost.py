@@ -50,11 +50,11 @@ def stores(place: Placement) -> tuple[Term, ...]:
     blocks, in_flight = place.num_blocks, place.micro_batches_in_flight
     inside = round(place.tokens * recomputed_per_token(place))
     passing = round(place.tokens * passing_per_token(place))
-    total = each * blocks * in_flight
+    total = round(each * blocks * in_flight)
     terms = [
         _activation("saved activations", total, _SAVED, f"{blocks} blocks x {place.tokens:,} tokens"),
         _activation("saved activations", total - each, (Instant.REDUCE_FIRST,), "of all blocks but the last"),
-        _activation("saved activations", each * (1 + blocks * (in_flight - 1)), (Instant.BACKWARD_LAST,), "one block"),
+        _activation("saved activations", total - each * (blocks - 1), (Instant.BACKWARD_LAST,), "one block"),
         _activation("passing values", passing, _COMPUTING, "gradients and results inside one block"),
     ]
     if quantizes(place) and place.strategy.checkpointing == "none":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.axes import fully_shard
 from shardwise.levers.optimizer.cost import state_bytes_per_parameter, step_traffic_bytes
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job
@@ -22,7 +21,7 @@ from shardwise.vocabulary.memory import Category, Instant, Term
 from shardwise.vocabulary.placement import Group, Placement
 from shardwise.vocabulary.plan import Refusal
 from shardwise.vocabulary.strategy import Strategy
-from shardwise.vocabulary.units import GB
+from shardwise.vocabulary.units import GB, format_gb
 
 SOURCE = "[Note: offload]"
 PCIE_BYTES_PER_S = {"volta": 12e9, "turing": 12e9, "ampere": 25e9, "ada": 25e9, "hopper": 54e9, "blackwell": 54e9}
@@ -34,14 +33,22 @@ PROCESS_BYTES = 4 * GB
 
 
 def legal(job: Job, cluster: Cluster, strategy: Strategy) -> tuple[Refusal, ...]:
-    """Weights can wait on the host only where they are sharded, or on one card."""
-    del job
+    """Weights can wait on the host only where they are sharded, or on one card; and the host must have the room."""
     if strategy.offload == "parameters" and strategy.zero_stage < 3 and strategy.data_parallel > 1:
         message = (
             f"weights are offloaded where they are sharded; ZeRO-{strategy.zero_stage} keeps them whole on each card. "
             "Use stage 3, or offload the optimizer only"
         )
         return (Refusal(strategy=strategy, rule="offload_needs_shards", message=message),)
+    limit = cluster.host_memory_bytes
+    if strategy.offload != "none" and limit is not None:
+        needed = host_bytes(Placement(job=job, strategy=strategy), cluster)
+        if needed > limit:
+            message = (
+                f"offload {strategy.offload} needs {format_gb(needed)} of host memory on each machine, which has "
+                f"{format_gb(limit)}; spread it over more machines, or train adapters"
+            )
+            return (Refusal(strategy=strategy, rule="host_has_room", message=message),)
     if strategy.offload != "none" and cluster.gpu.architecture == "cpu":
         message = "ranks on processors hold everything in host memory already; leave offload out"
         return (Refusal(strategy=strategy, rule="offload_needs_a_card", message=message),)
@@ -70,7 +77,7 @@ def _term(name: str, num_bytes: int, alive: tuple[Instant, ...], formula: str) -
 
 def shard_bytes(place: Placement, group: Group) -> int:
     """One rank's part of a group as it lies on the host: masters of what trains, frozen weights as they are."""
-    whole = group.trainable * place.master_bytes + fully_shard.frozen_bytes_of(place, group)
+    whole = group.trainable * place.master_bytes + place.frozen_bytes_of(group)
     return round(whole / place.strategy.dp_shard)
 
 
@@ -117,5 +124,5 @@ def host_bytes(place: Placement, cluster: Cluster) -> int:
     gradients = place.master_bytes if strategy.offload != "none" else 0
     each = PROCESS_BYTES + local * (place.master_bytes + states + gradients)
     if strategy.offload == "parameters":
-        each += fully_shard.frozen_bytes(place) / (strategy.dp_shard if fully_shard.shards_frozen(place) else 1)
+        each += place.frozen_bytes / (strategy.dp_shard if place.shards_frozen else 1)
     return round(each * cluster.gpus_per_node)

@@ -1,0 +1,245 @@
+"""What the planner answers: offload, other names of splits, time and money, other axes, refusals all at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from shardwise.errors import ConfigError, UnknownNameError
+from shardwise.facts import catalog
+from shardwise.planner import duration
+from shardwise.planner.aliases import with_alias
+from shardwise.planner.memory import memory
+from shardwise.planner.search import Wishes, make_plan, price, survey
+from shardwise.planner.uncertainty import CACHED, needed_bytes, usable_bytes
+from shardwise.vocabulary.job import Job, SequenceLengths
+from shardwise.vocabulary.memory import Category, Instant
+from shardwise.vocabulary.placement import Placement
+from shardwise.vocabulary.strategy import Checkpointing, Strategy
+from shardwise.vocabulary.units import GB
+
+SEVEN = Job(model=catalog.model("qwen2.5-7b"), global_batch_size=32)
+ZERO3 = Strategy(dp_shard=8, zero_stage=3, micro_batch_size=2, accumulation=2, checkpointing="full")
+EIGHT = catalog.parse_gpus("8xh100")
+
+
+def terms(job: Job, strategy: Strategy) -> dict[str, int]:
+    return {term.name: term.bytes for term in memory(job, EIGHT, strategy).terms}
+
+
+# ------------------------------------------------------------------------------------------------------------- offload
+
+
+def test_offload_moves_states_to_the_host() -> None:
+    kept = price(SEVEN, EIGHT, ZERO3)
+    optimizer = price(SEVEN, EIGHT, dataclasses.replace(ZERO3, offload="optimizer"))
+    everything = price(SEVEN, EIGHT, dataclasses.replace(ZERO3, offload="parameters"))
+    sizes = [each.memory.device_bytes for each in (everything, optimizer, kept)]
+    hosts = [each.host_bytes for each in (kept, optimizer, everything)]
+    assert sizes == sorted(sizes)
+    assert hosts == sorted(hosts)
+    assert kept.step.seconds < optimizer.step.seconds
+    assert kept.step.seconds < everything.step.seconds
+    states = everything.memory.by_category(Instant.OPTIMIZER)
+    assert states[Category.OPTIMIZER] == states[Category.PARAMETER] == states[Category.GRADIENT] == 0
+
+
+def test_offloaded_weights_cross_pcie_for_every_gather() -> None:
+    wire = {
+        steps: price(
+            dataclasses.replace(SEVEN, global_batch_size=16 * steps),
+            EIGHT,
+            dataclasses.replace(ZERO3, offload="parameters", accumulation=steps),
+        ).step.wire_seconds
+        for steps in (1, 3)
+    }
+    assert math.isclose(wire[3], 3 * wire[1], rel_tol=0.01)
+
+
+def test_offload_is_refused_where_nothing_is_sharded_or_the_host_is_small() -> None:
+    _, refusals = survey(SEVEN, EIGHT, Wishes(zero_stage=1, offload="parameters"))
+    assert {"offload_needs_shards"} <= {refusal.rule for refusal in refusals}
+    small = dataclasses.replace(EIGHT, host_memory_bytes=64 * GB)
+    _, refusals = survey(SEVEN, small, Wishes(zero_stage=3, offload="parameters"))
+    assert any(refusal.rule == "host_has_room" and "64.0 GB" in refusal.message for refusal in refusals)
+
+
+# ------------------------------------------------------------------------------------------------------ cached blocks
+
+
+def test_cached_blocks_never_decide() -> None:
+    job = dataclasses.replace(SEVEN, tuning="lora")
+    cluster = catalog.parse_gpus("rtx-5090")
+    for size in (1, 2, 4, 8):
+        strategy = Strategy(tuning="lora", micro_batch_size=size, accumulation=32 // size, checkpointing="full")
+        used = memory(job, cluster, strategy)
+        cached = sum(term.bytes for term in used.terms if term.name == CACHED)
+        assert cached >= 0
+        if needed_bytes(used) <= usable_bytes(cluster):
+            assert used.device_bytes <= usable_bytes(cluster)
+
+
+# -------------------------------------------------------------------------------------------------------- selective
+
+
+def test_selective_lies_between_none_and_full() -> None:
+    kinds: tuple[Checkpointing, ...] = ("full", "selective", "none")
+    for compiled in (False, True):
+        priced = [
+            price(SEVEN, EIGHT, dataclasses.replace(ZERO3, checkpointing=kind, compile_blocks=compiled))
+            for kind in kinds
+        ]
+        sizes = [each.memory.at(Instant.FORWARD) for each in priced]
+        times = [each.step.seconds for each in priced]
+        assert sizes == sorted(sizes)
+        assert times == sorted(times, reverse=True)
+
+
+def test_fp8_keeps_less_and_is_faster() -> None:
+    bf16 = dataclasses.replace(ZERO3, checkpointing="none", compile_blocks=True, micro_batch_size=4, accumulation=1)
+    fp8 = dataclasses.replace(bf16, precision="fp8")
+    job = dataclasses.replace(SEVEN, sequence_length=4096)
+    slow = price(job, EIGHT, bf16)
+    fast = price(dataclasses.replace(job, precision="fp8"), EIGHT, fp8)
+    assert fast.step.seconds < slow.step.seconds
+    assert fast.memory.allocated_bytes < slow.memory.allocated_bytes
+
+
+# ------------------------------------------------------------------------------------------------------------ mixtures
+
+
+def test_mixture_is_stored_whole_and_computed_by_the_active_part() -> None:
+    mixture = Job(model=catalog.model("qwen3-30b-a3b"), global_batch_size=16)
+    model = mixture.model
+    place = Placement(job=mixture, strategy=ZERO3)
+    assert place.trainable == model.num_parameters
+    dense = dataclasses.replace(model, num_experts_per_tok=model.num_experts)
+    strategy = dataclasses.replace(ZERO3, accumulation=1)
+    active = price(mixture, EIGHT, strategy)
+    all_experts = price(dataclasses.replace(mixture, model=dense), EIGHT, strategy)
+    assert active.step.compute_seconds < all_experts.step.compute_seconds / 3
+    for category in (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER):
+        sizes = {each.memory.by_category(Instant.OPTIMIZER)[category] for each in (active, all_experts)}
+        assert len(sizes) == 1
+
+
+def test_mixture_refuses_qlora() -> None:
+    job = Job(model=catalog.model("qwen3-30b-a3b"), global_batch_size=16, tuning="qlora")
+    plan = make_plan(job, EIGHT)
+    assert plan.recommended is None
+    assert {refusal.rule for refusal in plan.refusals} == {"qlora_packs_matrices"}
+
+
+# ---------------------------------------------------------------------------------------------------------- pipelines
+
+
+def test_pipeline_schedules_trade_bubble_for_memory() -> None:
+    job = Job(model=catalog.model("llama-3-70b"), global_batch_size=64)
+    cluster = catalog.parse_gpus("8x8xh100")
+    base = Strategy(pp=4, tp=8, dp_replicate=2, accumulation=32, sequence_parallel=True, pipeline_schedule="1f1b")
+    found = {
+        name: price(job, cluster, dataclasses.replace(base, pipeline_schedule=name, virtual_stages=stages))
+        for name, stages in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 4), ("zero_bubble", 1))
+    }
+    bubbles = {name: each.step.bubble_seconds / each.step.seconds for name, each in found.items()}
+    assert math.isclose(bubbles["gpipe"], bubbles["1f1b"])
+    assert bubbles["interleaved_1f1b"] < bubbles["zero_bubble"] < bubbles["1f1b"]
+    sizes = {name: each.memory.allocated_bytes for name, each in found.items()}
+    assert sizes["1f1b"] == sizes["zero_bubble"] < sizes["interleaved_1f1b"] < sizes["gpipe"]
+
+
+def test_other_axes_are_recommended_only_where_nothing_else_fits() -> None:
+    job = Job(model=catalog.model("llama-2-13b"), global_batch_size=8, sequence_length=4096)
+    cluster = dataclasses.replace(EIGHT)
+    open_plan = make_plan(job, cluster)
+    assert open_plan.recommended is not None
+    assert open_plan.recommended.strategy.tp == open_plan.recommended.strategy.pp == 1
+    long = dataclasses.replace(job, model=catalog.model("llama-3.1-70b"), sequence_length=65_536, tuning="lora")
+    plan = make_plan(dataclasses.replace(long, global_batch_size=8), cluster)
+    assert plan.recommended is not None
+    assert plan.recommended.strategy.tp > 1
+    assert any("not run by this version's engine" in rule for rule in plan.rules)
+
+
+# -------------------------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 0), ("full_shard auto_wrap", 3), ("zero1", 1), ("ddp", 0)],
+)
+def test_other_names_of_stages(name: str, stage: int) -> None:
+    assert with_alias(Wishes(), name, EIGHT).zero_stage == stage
+
+
+def test_hybrid_names_shard_inside_a_machine() -> None:
+    cluster = catalog.parse_gpus("4x8xh100")
+    for name, stage in (("HYBRID_SHARD", 3), ("_HYBRID_SHARD_ZERO2", 2)):
+        wishes = with_alias(Wishes(), name, cluster)
+        assert (wishes.zero_stage, wishes.dp_shard) == (stage, 8)
+        plan = make_plan(dataclasses.replace(SEVEN, global_batch_size=64), cluster, wishes)
+        assert plan.recommended is not None
+        assert plan.recommended.strategy.dp_replicate == 4
+
+
+def test_names_that_contradict_or_do_not_exist() -> None:
+    with pytest.raises(UnknownNameError, match="FULL_SHARD"):
+        with_alias(Wishes(), "FULL_SHRAD", EIGHT)
+    with pytest.raises(ConfigError) as caught:
+        with_alias(Wishes(zero_stage=1), "HYBRID_SHARD", EIGHT)
+    assert len(caught.value.problems) == 2
+    assert with_alias(Wishes(), "full_shard offload", EIGHT).offload == "parameters"
+
+
+# ------------------------------------------------------------------------------------------------------ time and money
+
+
+def lengths() -> SequenceLengths:
+    return SequenceLengths(
+        num_sequences=10_000, total_tokens=4_000_000, supervised_tokens=2_000_000, longest=2048, mean=400.0, p50=300,
+        p95=1500, quantiles=(50, 300, 2048),
+    )  # fmt: skip
+
+
+def test_hours_and_price_of_the_data_set() -> None:
+    job = dataclasses.replace(SEVEN, lengths=lengths(), num_train_epochs=3.0, price_per_gpu_hour=2.0)
+    candidate = price(job, EIGHT, ZERO3)
+    found = duration.duration(job, EIGHT, candidate)
+    assert found is not None
+    assert found.num_steps == math.ceil(10_000 / 32 * 3)
+    assert math.isclose(found.seconds, found.num_steps * candidate.step.seconds)
+    assert found.price is not None
+    assert math.isclose(found.price, 8 * found.seconds / 3600 * 2.0)
+    plan = make_plan(job, EIGHT)
+    assert {"how_long", "packing_saves"} <= {advice.rule for advice in plan.advice}
+
+
+def test_steps_without_data_and_with_packing() -> None:
+    assert duration.num_steps(SEVEN) is None
+    assert duration.num_steps(dataclasses.replace(SEVEN, max_steps=7)) == 7
+    packed = dataclasses.replace(SEVEN, lengths=lengths(), packing=True)
+    assert duration.num_steps(packed) == math.ceil(math.ceil(4_000_000 / 2048) / 32)
+    assert duration.padding_share(packed, price(packed, EIGHT, ZERO3)) == 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_every_problem_at_once() -> None:
+    job = dataclasses.replace(SEVEN, sequence_length=10**6, global_batch_size=33)
+    with pytest.raises(ConfigError) as caught:
+        make_plan(job, EIGHT, Wishes(pp=64, tp=8, dp_shard=8, zero_stage=0))
+    text = "\n".join(caught.value.problems)
+    for piece in ("multiply to", "dp_shard", "longer", "attention heads", "layers, fewer"):
+        assert piece in text
+    with pytest.raises(ConfigError, match="32 and 40 divide by 8"):
+        make_plan(dataclasses.replace(SEVEN, global_batch_size=33), EIGHT)
+
+
+def test_one_card_is_one_job_a_card() -> None:
+    job = Job(model=catalog.model("qwen2.5-0.5b"), global_batch_size=32)
+    plan = make_plan(job, catalog.parse_gpus("2xrtx-5090"))
+    assert any(rule.startswith("fits on one card") for rule in plan.rules)
+    assert any(advice.rule == "do_more_cards_help" for advice in plan.advice)
