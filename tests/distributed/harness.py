@@ -49,6 +49,7 @@ class Case:
     hidden_size: int = 32
     layers: int = 3
     max_tokens: int = 20
+    vocab_size: int = VOCAB
     device: str = "cpu"
 
 
@@ -82,7 +83,7 @@ class StepCost:
 
 def make_config(case: Case) -> Any:
     return CONFIGS[case.model](
-        vocab_size=VOCAB,
+        vocab_size=case.vocab_size,
         hidden_size=case.hidden_size,
         intermediate_size=case.hidden_size * 3 // 2,
         num_hidden_layers=case.layers,
@@ -99,7 +100,7 @@ def make_data(case: Case) -> TokenizedSet:
     """Rows of uneven length, of which a random part is supervised."""
     draw = random.Random(7)
     lengths = [draw.randint(5, case.max_tokens) for _ in range(NUM_SAMPLES)]
-    samples = [[draw.randrange(VOCAB) for _ in range(length)] for length in lengths]
+    samples = [[draw.randrange(case.vocab_size) for _ in range(length)] for length in lengths]
     marks = [[int(draw.random() < 0.6) for _ in sample[:-1]] + [1] for sample in samples]
     return from_samples(samples, marks)
 
@@ -264,9 +265,11 @@ def cost_of_step(case: Case) -> StepCost:
             stepper.run(batches, len(batches), num_tokens)
             continue
         watch, wire = MemoryWatch(skeleton.model, stepper.optimizer, mesh.device), WireCount()
-        stepper.optimizer.register_step_pre_hook(
-            lambda *_: at_update.append(stored_bytes(skeleton.model, stepper.optimizer))
-        )
+
+        def note(*_: object) -> None:
+            at_update.append(stored_bytes(skeleton.model, stepper.optimizer))
+
+        stepper.optimizer.register_step_pre_hook(note)
         with watch.watching(), wire:
             stepper.run(batches, len(batches), num_tokens)
         return StepCost(collectives=wire.counts(), stored=at_update[0], memory=watch.result())
