@@ -351,6 +351,7 @@ def test_empty_log(tmp_path: Path) -> None:
 def test_memory_stays_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten times the lines, hardly more memory."""
     monkeypatch.setattr(nccl_log, "_MAX_CACHED", 300)
+    monkeypatch.setattr(nccl_log, "_CHUNK_BYTES", 1 << 14)
     peaks: list[int] = []
     for times in (1, 10):
         with (tmp_path / "big.log").open("w") as stream:
