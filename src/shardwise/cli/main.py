@@ -33,6 +33,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command(module="shardwise.cli.train", summary="run a plan on this machine's cards, and verify it"),
     "report": Command(module="shardwise.cli.report", summary="draw a run folder or a plan as one page"),
     "data": Command(module="shardwise.cli.data", summary="what the model will see of a data set"),
+    "doctor": Command(module="shardwise.cli.doctor", summary="find out why the wire is slow"),
 }
 """Only what works is listed. Importing this table imports no command."""
 
