@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise.errors import ConfigError
+from shardwise.facts import catalog
 from shardwise.levers.adapters import apply as adapters
 from shardwise.levers.precision import apply as precision
 from shardwise.trainer.checkpoint.state import clean_name
@@ -56,11 +57,16 @@ class Skeleton:
 def load_config(run: RunFile) -> Any:
     """The model's config.json, read as data: it can switch nothing on that the run file has not.
 
+    A model that starts from random weights needs its shape alone, which the catalogue knows without a hub.
+
     Raises:
         ConfigError: There is no such folder or hub id, or it cannot be read.
     """
     from transformers import AutoConfig
 
+    if run.random_init and not Path(run.model_name_or_path).exists() and catalog.knows("models", run.model_name_or_path):
+        keys = dict(catalog.model_file(run.model_name_or_path).config)
+        return AutoConfig.for_model(str(keys.pop("model_type")), **keys)
     try:
         return AutoConfig.from_pretrained(
             run.model_name_or_path, revision=run.model_revision or "main", trust_remote_code=run.trust_remote_code

@@ -51,7 +51,7 @@ def prepare_run(run: RunFile, strategy: Strategy, wishes: RunWishes) -> Prepared
         DataError: The data cannot be trained on.
     """
     config = load_config(run)
-    tokenizer = None if run.random_init and _random_rows(run.dataset_name) else _load_tokenizer(run)
+    tokenizer = _load_tokenizer(run)
     train = _load_data(run, run.dataset_name, run.dataset_split, config, tokenizer, wishes)
     if train is None:
         raise ConfigError("dataset_name is not set: nothing to train on. Give a file, a hub id, or random:N.")
@@ -73,13 +73,19 @@ def prepare_run(run: RunFile, strategy: Strategy, wishes: RunWishes) -> Prepared
 
 
 def _load_tokenizer(run: RunFile) -> Any:
+    """The model's tokenizer; None if there is none and none is needed, because the tokens are random."""
     from transformers import AutoTokenizer
 
+    needed = _random_rows(run.dataset_name) is None
+    if run.random_init and not needed:
+        return None
     try:
         return AutoTokenizer.from_pretrained(
             run.model_name_or_path, revision=run.model_revision or "main", trust_remote_code=run.trust_remote_code
         )
     except (OSError, ValueError) as error:
+        if not needed:
+            return None
         raise ConfigError(f"No tokenizer can be read from {run.model_name_or_path!r}: {error}") from error
 
 
@@ -135,6 +141,6 @@ def data_lengths(run: RunFile, wishes: RunWishes | None = None) -> SequenceLengt
     if run.dataset_name is None:
         return None
     config = load_config(run)
-    tokenizer = None if run.random_init and _random_rows(run.dataset_name) else _load_tokenizer(run)
+    tokenizer = _load_tokenizer(run)
     tokenized = _load_data(run, run.dataset_name, run.dataset_split, config, tokenizer, wishes or RunWishes())
     return None if tokenized is None else sequence_lengths(tokenized)
