@@ -23,6 +23,8 @@ COMMAND_LINES = (
     "plan qwen2.5-7b --gpus 2xh100 --seq 0 --micro-batch -1",
     "plan qwen2.5-7b --gpus 8xh100 --tp 3",
     "plan qwen2.5-7b --gpus 2x8xh100 --network 11gbe",
+    "plan qwen2.5-7b --gpus 2xh100 --split FULL_SHRD",
+    "plan qwen2.5-7b --gpus 2xh100 --split FULL_SHARD --zero 2",
     "plan ./nowhere/config.json --gpus h100",
     "plan broken --gpus h100",
     "report",

@@ -73,12 +73,18 @@ class Options:
     """Rank of the adapters."""
     data: str | None = None
     """Your data set: time then follows its lengths, memory its longest batch. Needs torch and the tokenizer."""
+    epochs: float = 1.0
+    """Passes over --data."""
+    max_steps: int | None = None
+    """Optimizer steps of the whole job; wins over --epochs."""
     price: float | None = None
     """Of one card for one hour, in your currency."""
 
     # -- the split, where you want to decide
     zero: ZeroStage | None = None
     """ZeRO stage: 0 replicates, 3 shards everything."""
+    split: str | None = None
+    """The same by another name: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, NO_SHARD, zero2, fsdp2, hsdp."""
     micro_batch: int | None = None
     """Sequences of one forward pass on one card."""
     accumulation: int | None = None
@@ -124,11 +130,15 @@ def run(options: Options) -> int:
     from shardwise.planner.search import make_plan
 
     cluster = cluster_from(options)
-    plan = make_plan(job_from(options, cluster), cluster, wishes_from(options))
+    plan = make_plan(job_from(options, cluster), cluster, wishes_from(options, cluster))
     if options.out is not None:
         write_plan(plan, Path(options.out))
     sys.stdout.write(answer(plan, options))
-    return 0 if plan.recommended is not None else DoesNotFitError.exit_code
+    if plan.recommended is not None:
+        return 0
+    if options.json:
+        sys.stderr.write(f"shardwise: {plan.reason}\n")
+    return DoesNotFitError.exit_code
 
 
 def answer(plan: Plan, options: Options) -> str:
@@ -179,6 +189,7 @@ def job_from(options: Options, cluster: Cluster) -> Job:
     """
     positive = (
         "seq", "global_batch", "micro_batch", "accumulation", "lora_r", "price", "tp", "pp", "virtual_stages",
+        "max_steps", "epochs",
     )  # fmt: skip
     problems = [
         f"--{name.replace('_', '-')} must be more than 0, not {value}"
@@ -201,6 +212,8 @@ def job_from(options: Options, cluster: Cluster) -> Job:
         reduce_dtype=options.reduce_dtype,
         optimizer=options.optimizer,
         lora=LoraSettings(r=options.lora_r, alpha=2 * options.lora_r),
+        num_train_epochs=options.epochs,
+        max_steps=options.max_steps,
         price_per_gpu_hour=options.price,
     )
 
@@ -224,11 +237,15 @@ def _usual_batch(options: Options, cluster: Cluster) -> int:
     return -(-USUAL_GLOBAL_BATCH // unit) * unit
 
 
-def wishes_from(options: Options) -> Wishes:
-    """What the user decides about the split."""
+def wishes_from(options: Options, cluster: Cluster) -> Wishes:
+    """What the user decides about the split.
+
+    Raises:
+        UsageError: If --split is no known name, or contradicts the other flags.
+    """
     from shardwise.planner.search import Wishes
 
-    return Wishes(
+    wishes = Wishes(
         zero_stage=options.zero,
         micro_batch_size=options.micro_batch,
         accumulation=options.accumulation,
@@ -246,6 +263,11 @@ def wishes_from(options: Options) -> Wishes:
         dp_replicate=options.dp_replicate,
         dp_shard=options.dp_shard,
     )
+    if options.split is None:
+        return wishes
+    from shardwise.planner.aliases import with_alias
+
+    return with_alias(wishes, options.split, cluster)
 
 
 def write_plan(plan: Plan, path: Path) -> None:

@@ -60,7 +60,7 @@ def run(options: Options) -> int:
     from shardwise.launch.environment import rank_environment
 
     require_training()
-    target = read_target(options.target, _flags(options))
+    target = read_target(options.target, key_flags(options))
     if target.run.dataset_name is None:
         raise ConfigError("nothing to train on: name a file, a hub id or random:N with --data")
     joined = rank_environment(os.environ)
@@ -86,7 +86,12 @@ def require_training() -> None:
             raise MissingExtraError("Training", "train", module)
 
 
-def _flags(options: Options) -> dict[str, Any]:
+def key_flags(options: Options) -> dict[str, Any]:
+    """The keys of a run file that the command line gave, the short spellings included.
+
+    Raises:
+        UsageError: If a key is given in both spellings.
+    """
     flags = dict(options.keys)
     for key, short, value in (("dataset_name", "data", options.data), ("output_dir", "out", options.out)):
         if value is None:

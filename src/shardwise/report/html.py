@@ -75,14 +75,8 @@ def _header(run: RunFolder, title: str) -> Markup:
         None if plan is None else element("p", {"class": "muted"}, words.describe_job(plan.job)),
         chosen,
         None if plan is None else element("p", {"class": "lead"}, plan.reason),
-        *(element("p", {"class": "muted"}, text) for text in _costs(run)),
         element("dl", {"class": "tiles"}, *_tiles(run)),
     )  # fmt: skip
-
-
-def _costs(run: RunFolder) -> list[str]:
-    taken = _taken(run)
-    return [] if run.plan is None or taken is None else words.cost_sentences(taken, run.plan.job, run.plan.cluster)
 
 
 def _tiles(run: RunFolder) -> list[Markup]:

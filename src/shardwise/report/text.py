@@ -108,7 +108,7 @@ def _answer(plan: Plan, style: Style) -> list[str]:
     name = style.plain(f"{words.full_name(taken.strategy)}: {words.describe_settings(taken.strategy)}")
     lines = [style.paint(f"{mark} {name}", "bold", "green")]
     lines += _wrap(words.describe_batch(taken.strategy, plan.job.sequence_length), style, indent=2)
-    for text in (*words.sentence_about(taken, plan), *words.cost_sentences(taken, plan.job, plan.cluster)):
+    for text in words.sentence_about(taken, plan):
         lines += _wrap(text, style, indent=2)
     lines += ["", *_wrap(f"Why: {plan.reason}", style, indent=2)]
     for rule in plan.rules:

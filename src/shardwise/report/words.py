@@ -16,7 +16,6 @@ from shardwise.vocabulary.strategy import Strategy
 from shardwise.vocabulary.units import (
     GB,
     GIB,
-    HOUR,
     KB,
     MB,
     MICROSECOND,
@@ -28,7 +27,7 @@ from shardwise.vocabulary.units import (
     format_seconds,
 )
 
-TIGHT = 0.05
+TIGHT = 0.02
 """A plan that fits with a higher chance than this of running out is called tight."""
 INSTANTS = {
     Instant.LOAD: "while loading",
@@ -273,30 +272,6 @@ def sentence_about(candidate: Candidate, plan: Plan) -> tuple[str, str]:
 def nothing(plan: Plan) -> str:
     """The verdict of a plan that recommends nothing."""
     return "Nothing fits." if plan.candidates else "Nothing can run as asked."
-
-
-def cost_sentences(candidate: Candidate, job: Job, cluster: Cluster) -> list[str]:
-    """How long the whole job takes and what it costs, as far as its length and a price are known."""
-    sentences: list[str] = []
-    hours = _job_hours(candidate, job)
-    if hours is not None:
-        sentences.append(f"the whole job: {format_seconds(hours * HOUR)}")
-    if job.price_per_gpu_hour is not None:
-        rate = job.price_per_gpu_hour * cluster.num_gpus
-        per_million = rate * 1e6 / (candidate.tokens_per_s * HOUR)
-        price = f"at {job.price_per_gpu_hour:g} a card-hour: {per_million:.3g} for a million tokens"
-        sentences.append(price + (f", {rate * hours:.4g} for the whole job" if hours is not None else ""))
-    return sentences
-
-
-def _job_hours(candidate: Candidate, job: Job) -> float | None:
-    if job.max_steps is not None:
-        return job.max_steps * candidate.step.seconds / HOUR
-    if job.lengths is None:
-        return None
-    sequences = job.lengths.total_tokens / job.sequence_length if job.packing else job.lengths.num_sequences
-    steps = math.ceil(sequences / candidate.strategy.global_batch_size * job.num_train_epochs)
-    return steps * candidate.step.seconds / HOUR
 
 
 # ---------------------------------------------------------------------------------------------------- choices

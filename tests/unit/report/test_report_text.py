@@ -7,14 +7,15 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.factories import make_candidate, make_cluster, make_job, make_ledger, make_model, make_plan
+from tests.unit.factories import make_cluster, make_job, make_ledger, make_model, make_plan
 
 from shardwise.report import words
 from shardwise.report.style import PIPED_WIDTH, Style
 from shardwise.report.table import Column, render_table
 from shardwise.report.text import ledger_page, plan_page
-from shardwise.vocabulary.job import SequenceLengths
 from shardwise.vocabulary.ledger import LedgerRow
+from shardwise.vocabulary.plan import Refusal
+from shardwise.vocabulary.strategy import Strategy
 
 PLAIN = Style(width=140)
 ANSI = re.compile(r"\033\[[0-9;]*m")
@@ -118,19 +119,6 @@ def test_nothing_fits() -> None:
     assert "▸" not in page
 
 
-def test_hours_and_price() -> None:
-    job = make_job(price_per_gpu_hour=0.5, max_steps=1000)
-    candidate = make_candidate(seconds=3.6)
-    assert words.cost_sentences(candidate, job, make_cluster()) == [
-        "the whole job: 60 min",
-        "at 0.5 a card-hour: 0.0153 for a million tokens, 1 for the whole job",
-    ]
-    lengths = SequenceLengths(
-        num_sequences=320, total_tokens=32_000, supervised_tokens=9_000, longest=200, mean=100.0, p50=90, p95=180
-    )
-    assert words.cost_sentences(candidate, make_job(lengths=lengths), make_cluster()) == ["the whole job: 36 s"]
-
-
 @pytest.mark.parametrize("width", [24, 40, 59, 60, 72, 80, 100, 120, 200])
 def test_the_page_fits_its_width(width: int) -> None:
     page = plan_page(make_plan(), Style(width=width))
@@ -207,3 +195,20 @@ def test_tables_leave_out_columns_until_they_fit(width: int, columns: list[tuple
     lines = render_table(made, [1, 2], style)
     assert len(lines) == 3
     assert max(map(len, lines)) <= max(width, always)
+
+
+def test_refusals_that_say_the_same_are_told_once() -> None:
+    strategies = [Strategy(tp=tp) for tp in (2, 4, 8, 16)]
+    refusals = tuple(Refusal(strategy=s, rule="slow_link", message="too slow") for s in strategies)
+    page = plan_page(make_plan(refusals=(*refusals, Refusal(strategy=None, rule="batch", message="odd"))), PLAIN)
+    assert "  TP 2, TP 4 and 2 others: too slow [slow_link]\n  the job: odd [batch]\n" in page
+
+
+def test_a_plan_without_candidates_says_so() -> None:
+    assert "Nothing can run as asked." in plan_page(make_plan(recommended=None, candidates=()), PLAIN)
+
+
+def test_sizes_of_a_table_have_one_unit_that_suits_them() -> None:
+    assert words.Scale.of(4_278_000, 361_700).text(361_700) == "0.36 MB"
+    assert words.Scale.of(43e9).text(2.345e9) == "2.3 GB"
+    assert words.format_size(0) == "0 B"
