@@ -52,7 +52,7 @@ CATEGORY_HEADS = {
     Category.PARAMETER: "param",
     Category.GRADIENT: "grad",
     Category.OPTIMIZER: "optim",
-    Category.ACTIVATION: "activ",
+    Category.ACTIVATION: "act",
     Category.TEMPORARY: "temp",
     Category.RUNTIME: "run",
 }
