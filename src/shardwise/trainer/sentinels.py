@@ -22,7 +22,7 @@ from shardwise.trainer.checkpoint.state import clean_name
 from shardwise.trainer.mesh import RankMesh
 from shardwise.trainer.model import Skeleton
 from shardwise.trainer.parallelize import find_groups, plain_class
-from shardwise.vocabulary.strategy import Strategy
+from shardwise.vocabulary.strategy import Axis, Strategy
 
 _MAX_NAMED = 8
 """Modules that a message names, of however many differ."""
@@ -73,10 +73,15 @@ def _parameter_problems(model: nn.Module, mesh: RankMesh, strategy: Strategy) ->
 
 
 def _placement_problem(name: str, parameter: DTensor, mesh: RankMesh) -> list[str]:
-    """Sharded along dp_shard and replicated along dp_replicate, if there is one."""
-    *outer, inner = parameter.placements[-mesh.data.ndim :]
-    right = isinstance(inner, Shard) and all(isinstance(placement, Replicate) for placement in outer)
-    return [] if right else [f"{name} has the placements {parameter.placements} on {mesh.data.mesh_dim_names}."]
+    """Sharded along dp_shard and replicated along dp_replicate, over as many ranks as planned."""
+    planned = dict(zip(mesh.data.mesh_dim_names or (), mesh.data.shape, strict=True))
+    placed = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True))
+    degrees = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape, strict=True))
+    right = all(
+        degrees.get(axis) == degree and isinstance(placed[axis], Shard if axis == Axis.DP_SHARD else Replicate)
+        for axis, degree in planned.items()
+    )
+    return [] if right else [f"{name} is placed {placed} on {degrees}, planned on {planned}."]
 
 
 def check_buffers(model: nn.Module, reference: Mapping[str, Tensor]) -> None:
