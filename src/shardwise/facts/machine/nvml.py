@@ -6,6 +6,7 @@ that a recording can hold them. A call that fails becomes an `Unreadable` with N
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -147,7 +148,9 @@ def _ask_fabric(module: Any, handle: Any) -> Any:
     if struct is None or not hasattr(module, "nvmlDeviceGetGpuFabricInfoV"):
         return Unreadable(why="NVML fabric: this pynvml is too old", command="nvidia-smi -q | grep -A3 Fabric")
     info = struct()
-    answer = _ask(module.nvmlDeviceGetGpuFabricInfoV, handle, info)
+    # pynvml hands this argument to the library as it is: the struct itself instead of its address ends the process.
+    address = ctypes.byref(info) if isinstance(info, ctypes.Structure) else info
+    answer = _ask(module.nvmlDeviceGetGpuFabricInfoV, handle, address)
     if isinstance(answer, Unreadable):
         return {"state": 0, "status": 0} if any(word in answer.why for word in _NOT_SUPPORTED) else answer
     return {"state": int(info.state), "status": int(info.status)}
