@@ -279,3 +279,10 @@ def cost_of_step(case: Case) -> StepCost:
 def count_collectives(case: Case) -> list[tuple[str, int, int, int]]:
     """(op, ranks, bytes, count) of one step; runs on every rank."""
     return [(one.op, one.ranks, one.bytes, one.count) for one in cost_of_step(case).collectives]
+
+
+def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's part of a parameter's gradient."""
+    gradient = parameter.grad
+    assert gradient is not None, "no gradient"
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
