@@ -11,7 +11,7 @@ from shardwise.vocabulary.plan import Candidate
 from shardwise.vocabulary.timeline import Collective
 
 _STATES = (Category.PARAMETER, Category.OPTIMIZER)
-"""Categories that are the same at every instant of a running step; gradients are compared at the peak."""
+"""Categories that are the same at every instant of a running step."""
 
 
 def make_ledger(candidate: Candidate, measured: Measured) -> Ledger:
@@ -21,16 +21,18 @@ def make_ledger(candidate: Candidate, measured: Measured) -> Ledger:
 
 
 def _memory(candidate: Candidate, measured: Measured) -> Iterator[LedgerRow]:
-    predicted, seen = candidate.memory.by_category(), measured.peak_by_category or {}
-    stored = measured.stored_by_category or {}
-    for category in Category:
-        found = stored.get(category) if category in _STATES else seen.get(category)
-        if found is None:
-            found = seen.get(category)
-        if predicted[category] or found:
-            note = "counted tensor by tensor" if category in _STATES and category in stored else "at the peak"
-            yield _bytes(category.value, predicted[category], found, note)
-    memory = candidate.memory
+    memory, stored = candidate.memory, measured.stored_by_category or {}
+    predicted, seen = memory.by_category(), measured.peak_by_category
+    for category in _STATES:
+        yield _bytes(category.value, predicted[category], stored.get(category), "counted tensor by tensor")
+    if seen is not None:
+        for category in (each for each in Category if each not in _STATES and (predicted[each] or seen.get(each))):
+            yield _bytes(category.value, predicted[category], seen.get(category), "at the peak")
+    else:
+        kept = sum(stored.get(category, 0) for category in _STATES)
+        found = measured.allocated_bytes - kept if measured.allocated_bytes is not None and stored else None
+        rest = memory.allocated_bytes - sum(predicted[category] for category in _STATES)
+        yield _bytes("all else", rest, found, "gradients, activations and temporaries at the peak")
     yield _bytes("allocated", memory.allocated_bytes, measured.allocated_bytes, measured.memory_note)
     yield _bytes("reserved", memory.reserved_bytes, measured.reserved_bytes, "what torch's allocator holds")
     yield _bytes("device", memory.device_bytes, measured.device_bytes, "what the driver counts")

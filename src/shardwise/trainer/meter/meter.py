@@ -174,15 +174,27 @@ class Meter:
         elif number == PROFILED:
             with self._profile.profiling(options.optimizer):
                 yield
+        elif options.strategy.compile_blocks:
+            # Under a dispatch mode the compiler gives a block up for good: this step runs eager, and only counts.
+            with torch.compiler.set_stance("force_eager"), self._counting():
+                yield
         else:
             watch = MemoryWatch(options.model, options.optimizer, options.mesh.device)
-            wire = WireCount()
-            hook = options.optimizer.register_step_pre_hook(self._note_gradients)
-            with watch.watching(), wire:
+            with watch.watching(), self._counting():
                 yield
-            hook.remove()
-            self._memory, self._collectives = watch.result(), wire.counts()
-            self._stored = stored_bytes(options.model, options.optimizer)
+            self._memory = watch.result()
+
+    @contextlib.contextmanager
+    def _counting(self) -> Generator[None]:
+        """Messages of a step, and what is stored after it."""
+        optimizer = self._options.optimizer
+        wire = WireCount()
+        hook = optimizer.register_step_pre_hook(self._note_gradients)
+        with wire:
+            yield
+        hook.remove()
+        self._collectives = wire.counts()
+        self._stored = stored_bytes(self._options.model, optimizer)
 
     def _note_gradients(self, *_: object) -> None:
         self._gradient_bytes = stored_bytes(self._options.model).gradients
