@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from shardwise.axes.replicate import cost as replicate
 from shardwise.axes.shard import cost as shard
 from shardwise.levers.adapters import cost as adapters
@@ -12,7 +14,7 @@ from shardwise.levers.optimizer import cost as optimizer
 from shardwise.planner.uncertainty import CACHED, usable_bytes
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job
-from shardwise.vocabulary.memory import ALWAYS, Category, MemoryBreakdown, Term
+from shardwise.vocabulary.memory import ALWAYS, STEP, Category, MemoryBreakdown, Term
 from shardwise.vocabulary.placement import Placement
 from shardwise.vocabulary.strategy import Axis, Strategy
 from shardwise.vocabulary.units import GIB, MIB
@@ -51,9 +53,9 @@ def runtime(place: Placement, cluster: Cluster, terms: tuple[Term, ...]) -> tupl
     """What is not a tensor: the allocator's slack, the context, the communicators."""
     if cluster.gpu.architecture == "cpu":
         return ()
-    moving = MemoryBreakdown(terms=tuple(term for term in terms if term.category in _MOVING))
-    slack = round(SLACK_SHARE * moving.allocated_bytes) + LIBRARY_BYTES
-    cached = round(CACHED_SHARE * moving.allocated_bytes) + CACHED_BYTES
+    moving = _peak(term for term in terms if term.category in _MOVING)
+    slack = round(SLACK_SHARE * moving) + LIBRARY_BYTES
+    cached = round(CACHED_SHARE * moving) + CACHED_BYTES
     context = cluster.measurements.context_bytes
     communicator = cluster.measurements.communicator_bytes
     groups = sum(place.strategy.degree(axis) > 1 for axis in Axis)
@@ -87,7 +89,7 @@ def runtime(place: Placement, cluster: Cluster, terms: tuple[Term, ...]) -> tupl
             level="device",
         ),
     )
-    needed = MemoryBreakdown(terms=terms + fixed).device_bytes
+    needed = _peak(terms) + sum(term.bytes for term in fixed)
     room = max(0, usable_bytes(cluster) - needed)
     return (
         *fixed,
@@ -101,3 +103,13 @@ def runtime(place: Placement, cluster: Cluster, terms: tuple[Term, ...]) -> tupl
             level="reserved",
         ),
     )
+
+
+def _peak(terms: Iterable[Term]) -> int:
+    """The most that these terms hold at any instant of a step."""
+    held = dict.fromkeys(STEP, 0)
+    for term in terms:
+        for instant in term.alive:
+            if instant in held:
+                held[instant] += term.bytes
+    return max(held.values())

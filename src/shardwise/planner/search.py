@@ -45,7 +45,10 @@ from shardwise.vocabulary.timeline import Collective, StepTimeline
 
 _LEGAL = (replicate, shard, tensor, pipeline, accumulation, adapters, offload, precision)
 SIMULATED = 4
-"""Candidates of one kind whose step is simulated block by block; the rest is ranked by the quick estimate."""
+"""Variants of one split whose step is simulated block by block; the rest is ranked by the quick estimate."""
+PROMISING = 1.15
+"""Splits, and variants of one split, whose quick estimate is above the best by more than this are not simulated beside
+it: the estimate is that good."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,20 +118,28 @@ def make_plan(job: Job, cluster: Cluster, wishes: Wishes | None = None) -> Plan:
 
 def survey(job: Job, cluster: Cluster, wishes: Wishes) -> tuple[tuple[Candidate, ...], tuple[Refusal, ...]]:
     """All candidates, best first (those that fit before those that do not), and the refusals, one for each rule."""
-    kinds: dict[tuple[str, str], list[Strategy]] = {}
     refusals: dict[tuple[str, str], Refusal] = {}
-    for strategy in strategies(job, cluster, wishes):
-        broken = [refusal for module in _LEGAL for refusal in module.legal(job, cluster, strategy)]
-        for refusal in broken:
-            refusals.setdefault((refusal.rule, strategy.name), refusal)
-        if not broken:
-            kinds.setdefault((strategy.tuning, strategy.name), []).append(strategy)
-    legal_names = {name for _, name in kinds}
-    candidates: list[Candidate] = []
-    for kind in kinds.values():
-        candidates.extend(_best_of_kind(job, cluster, kind, keep_all=wishes.every_candidate))
+    legal_names: set[str] = set()
+
+    def legal_kinds() -> Iterator[list[Strategy]]:
+        """The legal variants of one split after another, so that never all exist at once."""
+        for name, variants in itertools.groupby(strategies(job, cluster, wishes), key=lambda each: each.name):
+            legal = [strategy for strategy in variants if _is_legal(job, cluster, strategy, refusals)]
+            if legal:
+                legal_names.add(name)
+                yield legal
+
+    candidates = list(_candidates(job, cluster, legal_kinds(), keep_all=wishes.every_candidate))
     candidates.sort(key=lambda each: (not each.fits, each.step.seconds if each.fits else each.memory.device_bytes))
     return tuple(candidates), tuple(each for (_, name), each in refusals.items() if name not in legal_names)
+
+
+def _is_legal(job: Job, cluster: Cluster, strategy: Strategy, refusals: dict[tuple[str, str], Refusal]) -> bool:
+    """Ask every axis and lever; what they refuse is kept, once for each rule and split."""
+    broken = [refusal for module in _LEGAL for refusal in module.legal(job, cluster, strategy)]
+    for refusal in broken:
+        refusals.setdefault((refusal.rule, strategy.name), refusal)
+    return not broken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,18 +148,82 @@ class _Timed:
     messages: tuple[Collective, ...]
 
 
-def _best_of_kind(job: Job, cluster: Cluster, kind: list[Strategy], *, keep_all: bool) -> list[Candidate]:
-    """Price all variants of one split; the fastest that fits, or the smallest if none does."""
-    priced = [(strategy, memory(job, cluster, strategy)) for strategy in kind]
+def _candidates(job: Job, cluster: Cluster, kinds: Iterable[list[Strategy]], *, keep_all: bool) -> Iterator[Candidate]:
+    """Of every split the fastest variant that fits, or the smallest if none does; or all variants."""
     if keep_all:
-        return [price(job, cluster, strategy, used) for strategy, used in priced]
-    fitting = [(strategy, used) for strategy, used in priced if fits(used, cluster)]
-    if not fitting:
-        smallest = min(priced, key=lambda pair: pair[1].device_bytes)
-        return [price(job, cluster, *smallest)]
-    fitting.sort(key=lambda pair: estimate_seconds(Placement(job=job, strategy=pair[0]), cluster))
-    simulated = [price(job, cluster, *pair) for pair in fitting[:SIMULATED]]
-    return [rules.fastest_or_simpler(simulated)]
+        yield from (price(job, cluster, strategy) for kind in kinds for strategy in kind)
+        return
+    estimated: list[list[tuple[float, Strategy, MemoryBreakdown | None]]] = []
+    for kind in kinds:
+        fitting = _fitting(job, cluster, kind)
+        if fitting:
+            variants = [
+                (estimate_seconds(Placement(job=job, strategy=strategy), cluster), strategy, used)
+                for strategy, used in fitting
+            ]
+            estimated.append(sorted(variants, key=lambda variant: variant[0]))
+        else:
+            yield price(job, cluster, *_smallest(job, cluster, kind))
+    leader = min((variants[0][0] for variants in estimated), default=0.0)
+    for variants in estimated:
+        limit = variants[0][0] * PROMISING if variants[0][0] <= leader * PROMISING else variants[0][0]
+        near = [(strategy, used) for estimate, strategy, used in variants[:SIMULATED] if estimate <= limit]
+        yield rules.fastest_or_simpler([price(job, cluster, *variant) for variant in near])
+
+
+def _fitting(job: Job, cluster: Cluster, kind: list[Strategy]) -> list[tuple[Strategy, MemoryBreakdown | None]]:
+    """The variants of one split that fit and may be the fastest, with their memory where it was looked at.
+
+    Memory grows with the micro-batch, so if the smallest does not fit none does, and the largest that fits is found by
+    halving. A larger micro-batch is never slower (fewer gathers, larger products), unless rows differ in length and it
+    brings padding, or stages of a pipeline wait for it.
+    """
+    found: list[tuple[Strategy, MemoryBreakdown | None]] = []
+    larger_is_faster = (job.lengths is None or job.packing) and kind[0].pp == 1
+    guess = 0
+    for variants in _by_levers(kind):
+        largest = _largest_fitting(job, cluster, variants, guess)
+        if largest is None:
+            continue
+        guess = variants.index(largest[0])
+        found.append(largest)
+        if not larger_is_faster:
+            found += [(each, None) for each in variants[:guess]]
+    return found
+
+
+def _largest_fitting(
+    job: Job, cluster: Cluster, variants: list[Strategy], guess: int
+) -> tuple[Strategy, MemoryBreakdown] | None:
+    """By halving, after a look at the guess and at the one above it."""
+    found: tuple[Strategy, MemoryBreakdown] | None = None
+    low, high, middle = 0, len(variants), min(guess, len(variants) - 1)
+    while low < high:
+        used = memory(job, cluster, variants[middle])
+        if fits(used, cluster):
+            found, low = (variants[middle], used), middle + 1
+            middle = low if middle == guess else (low + high) // 2
+        else:
+            high = middle
+            middle = (low + high) // 2
+    return found
+
+
+def _by_levers(kind: list[Strategy]) -> Iterable[list[Strategy]]:
+    """The variants of one split with equal checkpointing and loss, by micro-batch."""
+    levers: dict[tuple[Checkpointing, LossKind], list[Strategy]] = {}
+    for strategy in kind:
+        levers.setdefault((strategy.checkpointing, strategy.loss), []).append(strategy)
+    for variants in levers.values():
+        variants.sort(key=lambda strategy: strategy.micro_batch_size)
+    return levers.values()
+
+
+def _smallest(job: Job, cluster: Cluster, kind: list[Strategy]) -> tuple[Strategy, MemoryBreakdown]:
+    """The variant that needs least."""
+    smallest = [variants[0] for variants in _by_levers(kind)]
+    priced = [(strategy, memory(job, cluster, strategy)) for strategy in smallest]
+    return min(priced, key=lambda pair: pair[1].device_bytes)
 
 
 def price(

@@ -23,6 +23,7 @@ device.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -104,17 +105,20 @@ class MemoryBreakdown:
     terms: tuple[Term, ...]
 
     @cached_property
-    def _totals(self) -> dict[tuple[Instant, Level], int]:
-        totals: dict[tuple[Instant, Level], int] = {(instant, level): 0 for instant in Instant for level in _LEVELS}
+    def _totals(self) -> dict[Level, dict[Instant, int]]:
+        own: dict[Level, dict[Instant, int]] = {level: dict.fromkeys(Instant, 0) for level in _LEVELS}
         for term in self.terms:
+            row = own[term.level]
             for instant in term.alive:
-                for level in _LEVELS[_LEVELS.index(term.level) :]:
-                    totals[instant, level] += term.bytes
-        return totals
+                row[instant] += term.bytes
+        for below, level in itertools.pairwise(_LEVELS):
+            for instant in Instant:
+                own[level][instant] += own[below][instant]
+        return own
 
     def at(self, instant: Instant, level: Level = "allocated") -> int:
         """Bytes alive at one instant, counted up to `level`."""
-        return self._totals[instant, level]
+        return self._totals[level][instant]
 
     @cached_property
     def peak_instant(self) -> Instant:
