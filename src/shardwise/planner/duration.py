@@ -87,4 +87,4 @@ def packing(job: Job, candidate: Candidate) -> Advice | None:
         f"average in micro-batches as wide as their longest. Packing rows to {job.sequence_length:,} tokens saves "
         "about that share of the time."
     )
-    return Advice(rule="packing_saves", message=message, command="--packing")
+    return Advice(rule="packing_saves", message=message + " In a run file: packing: true.")
