@@ -20,7 +20,7 @@ from shardwise.trainer.data.collate import Batch, CollateOptions, collate
 from shardwise.trainer.data.store import TokenizedSet, from_samples
 from shardwise.trainer.mesh import RankMesh, build_mesh
 from shardwise.trainer.meter.memory import MemoryWatch, StepMemory, StoredBytes, stored_bytes
-from shardwise.trainer.meter.wire import WireCount
+from shardwise.trainer.meter.wire import Tally, WireCount
 from shardwise.trainer.model import Skeleton, build_skeleton, initialize, materialize, plain_parameters
 from shardwise.trainer.parallelize import parallelize
 from shardwise.trainer.sentinels import check_buffers, check_gradients, check_ties, verify_wrapping
@@ -264,15 +264,15 @@ def cost_of_step(case: Case) -> StepCost:
         if step == 0:
             stepper.run(batches, len(batches), num_tokens)
             continue
-        watch, wire = MemoryWatch(skeleton.model, stepper.optimizer, mesh.device), WireCount()
+        watch, tally = MemoryWatch(skeleton.model, stepper.optimizer, mesh.device), Tally()
 
         def note(*_: object) -> None:
             at_update.append(stored_bytes(skeleton.model, stepper.optimizer))
 
         stepper.optimizer.register_step_pre_hook(note)
-        with watch.watching(), wire:
+        with watch.watching(), WireCount(tally):
             stepper.run(batches, len(batches), num_tokens)
-        return StepCost(collectives=wire.counts(), stored=at_update[0], memory=watch.result())
+        return StepCost(collectives=tally.counts(), stored=at_update[0], memory=watch.result())
     raise AssertionError("no second step")
 
 

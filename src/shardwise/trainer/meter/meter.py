@@ -16,7 +16,7 @@ from shardwise.trainer.checkpoint.state import versions
 from shardwise.trainer.mesh import RankMesh
 from shardwise.trainer.meter.memory import MemoryWatch, StepMemory, StoredBytes, stored_bytes
 from shardwise.trainer.meter.times import StepClock, StepProfile
-from shardwise.trainer.meter.wire import WireCount
+from shardwise.trainer.meter.wire import Tally, WireCount, counting_calls
 from shardwise.vocabulary.measured import CountedCollective, Measured
 from shardwise.vocabulary.memory import Category
 from shardwise.vocabulary.strategy import Strategy
@@ -111,6 +111,7 @@ class Meter:
         allocated = peak.allocated if peak else watched.peak_bytes if watched else None
         timed = [step for step in self._clocks if step in self._tokens]
         seconds = [self._clocks[step].seconds() for step in timed]
+        rates = list(zip(timed, seconds, strict=True))
         return Measured(
             strategy=self._options.strategy,
             peak_by_category=watched.by_category if watched else None,
@@ -120,8 +121,12 @@ class Meter:
             device_bytes=peak.device if peak else None,
             memory_note=self._memory_note(),
             step=self._step(seconds),
-            tokens_per_s=sum(self._tokens[step].padded for step in timed) / sum(seconds) if timed else None,
-            real_tokens_per_s=sum(self._tokens[step].real for step in timed) / sum(seconds) if timed else None,
+            tokens_per_s=statistics.median(self._tokens[step].padded / spent for step, spent in rates)
+            if rates
+            else None,
+            real_tokens_per_s=statistics.median(self._tokens[step].real / spent for step, spent in rates)
+            if rates
+            else None,
             collectives=self._collectives,
             versions={**versions(), "device": self._device_name()},
         )
@@ -174,27 +179,20 @@ class Meter:
         elif number == PROFILED:
             with self._profile.profiling(options.optimizer):
                 yield
-        elif options.strategy.compile_blocks:
-            # Under a dispatch mode the compiler gives a block up for good: this step runs eager, and only counts.
-            with torch.compiler.set_stance("force_eager"), self._counting():
-                yield
         else:
-            watch = MemoryWatch(options.model, options.optimizer, options.mesh.device)
-            with watch.watching(), self._counting():
-                yield
-            self._memory = watch.result()
-
-    @contextlib.contextmanager
-    def _counting(self) -> Generator[None]:
-        """Messages of a step, and what is stored after it."""
-        optimizer = self._options.optimizer
-        wire = WireCount()
-        hook = optimizer.register_step_pre_hook(self._note_gradients)
-        with wire:
-            yield
-        hook.remove()
-        self._collectives = wire.counts()
-        self._stored = stored_bytes(self._options.model, optimizer)
+            tally = Tally()
+            hook = options.optimizer.register_step_pre_hook(self._note_gradients)
+            if options.strategy.compile_blocks:
+                with counting_calls(tally):
+                    yield
+            else:
+                watch = MemoryWatch(options.model, options.optimizer, options.mesh.device)
+                with watch.watching(), WireCount(tally):
+                    yield
+                self._memory = watch.result()
+            hook.remove()
+            self._collectives = tally.counts()
+            self._stored = stored_bytes(options.model, options.optimizer)
 
     def _note_gradients(self, *_: object) -> None:
         self._gradient_bytes = stored_bytes(self._options.model).gradients

@@ -2,11 +2,17 @@
 
 Sizes: for all_reduce and broadcast the bytes of one rank's tensor; for all_gather, reduce_scatter and all_to_all the
 bytes of the whole, all ranks' parts together.
+
+[Note: counting compiled steps] A dispatch mode sees every collective, but the compiler gives a block up for good when
+it meets one. Steps with compiled blocks are therefore counted at the calls of `torch.distributed`, which `fully_shard`
+makes outside the blocks; collectives inside a compiled block (tensor parallel) are not seen there.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -38,12 +44,27 @@ _OPS: dict[str, CollectiveOp] = {
 }
 
 
-class WireCount(TorchDispatchMode):
-    """Counts the collectives that run inside it. Groups of one rank send nothing and are not counted."""
+_WHOLE: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter", "all_to_all")
+_CALLS: dict[str, CollectiveOp] = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "broadcast": "broadcast",
+    "all_to_all_single": "all_to_all",
+    "send": "send",
+}
+
+
+class Tally:
+    """How many messages of each op, group and size. Groups of one rank send nothing and are not counted."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._seen: Counter[tuple[CollectiveOp, int, int]] = Counter()
+
+    def add(self, op: CollectiveOp, ranks: int, num_bytes: int) -> None:
+        """One message."""
+        if ranks > 1:
+            self._seen[op, ranks, num_bytes] += 1
 
     def counts(self) -> tuple[CountedCollective, ...]:
         """What was counted, largest first."""
@@ -53,6 +74,18 @@ class WireCount(TorchDispatchMode):
         ]
         return tuple(sorted(found, key=lambda one: (-one.bytes * one.count, one.op)))
 
+
+class WireCount(TorchDispatchMode):
+    """Counts the collectives that run inside it, as operations.
+
+    Args:
+        tally: Where they are added.
+    """
+
+    def __init__(self, tally: Tally) -> None:
+        super().__init__()
+        self._tally = tally
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation; counts it if it is a collective."""
         if any(issubclass(kind, DTensor) for kind in types):
@@ -61,9 +94,34 @@ class WireCount(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if op is not None:
             group = _group(args)
-            if group is not None and group.size() > 1:
-                self._seen[op, group.size(), _size(op, args, result)] += 1
+            if group is not None:
+                self._tally.add(op, group.size(), _size(op, args, result))
         return result
+
+
+@contextlib.contextmanager
+def counting_calls(tally: Tally) -> Generator[None]:
+    """Counts the collectives that are called inside it ([Note: counting compiled steps])."""
+    own = {name: getattr(dist, name) for name in _CALLS}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            group = next((value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)), None)
+            sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+            whole = _CALLS[name] in _WHOLE
+            tally.add(_CALLS[name], dist.get_world_size(group), max(sizes) if whole else sizes[0])
+            return own[name](*args, **kwargs)
+
+        return call
+
+    for name in _CALLS:
+        setattr(dist, name, counted(name))
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(dist, name, function)
 
 
 def _group(args: Any) -> Any:
@@ -89,6 +147,6 @@ def _size(op: CollectiveOp, args: Any, result: Any) -> int:
     tensors = [value for value in tree_iter(args) if isinstance(value, Tensor)]
     made = [value for value in tree_iter(result) if isinstance(value, Tensor)]
     sizes = [tensor.numel() * tensor.element_size() for tensor in (*tensors, *made)]
-    if op in ("all_gather", "reduce_scatter", "all_to_all"):
+    if op in _WHOLE:
         return max(sizes)  # the larger of input and output is the whole
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors[:1])
