@@ -30,6 +30,11 @@ FP8_SHARE = 0.6
 """The same for a large fp8 product with one scale a tensor; casts are counted apart."""
 FP8_CAST_BYTES = 5
 """Traffic of quantizing one bf16 element: read for the largest value, read again, written in one byte."""
+NF4_UNPACK_BYTES = 2.5
+"""Traffic of unpacking one 4-bit weight: half a byte read, two written."""
+NF4_UNPACK_SHARE = 0.33
+"""Share of attained bandwidth that the unpacking kernel reaches (table lookups); from steps with and without NF4 of a
+7B and a 13B on A100 (litgpt's table in docs/accuracy.md's cases: 0.14 and 0.22 s, 0.19 and 0.38 s)."""
 ATTENTION_SHARE = {"volta": 0.3, "turing": 0.3, "ampere": 0.55, "ada": 0.5, "hopper": 0.38, "blackwell": 0.3}
 """The same for causal attention (flash kernels of torch's sdpa), counting half of the square."""
 ATTENTION_BACKWARD_FLOPS = 2.5
@@ -174,7 +179,7 @@ def _matrix_seconds(place: Placement, rates: Rates) -> float:
     if place.strategy.precision == "fp8":
         seconds += FP8_CAST_BYTES * _quantized_elements(place) / rates.traffic
     if place.strategy.tuning == "qlora":
-        seconds += 2.5 * place.quantized / place.num_blocks / rates.traffic
+        seconds += NF4_UNPACK_BYTES * place.quantized / place.num_blocks / (rates.traffic * NF4_UNPACK_SHARE)
     return seconds
 
 

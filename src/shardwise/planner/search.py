@@ -123,7 +123,8 @@ def survey(job: Job, cluster: Cluster, wishes: Wishes) -> tuple[tuple[Candidate,
 
     def legal_kinds() -> Iterator[list[Strategy]]:
         """The legal variants of one split after another, so that never all exist at once."""
-        for name, variants in itertools.groupby(strategies(job, cluster, wishes), key=lambda each: each.name):
+        every = strategies(job, cluster, wishes)
+        for (_, name), variants in itertools.groupby(every, key=lambda each: (each.tuning, each.name)):
             legal = [strategy for strategy in variants if _is_legal(job, cluster, strategy, refusals)]
             if legal:
                 legal_names.add(name)
@@ -210,10 +211,13 @@ def _largest_fitting(
 
 
 def _by_levers(kind: list[Strategy]) -> Iterable[list[Strategy]]:
-    """The variants of one split with equal checkpointing and loss, by micro-batch."""
-    levers: dict[tuple[Checkpointing, LossKind], list[Strategy]] = {}
+    """The variants of one split with equal checkpointing and loss, by micro-batch.
+
+    Accumulation of whole gradients takes memory that a single micro-batch does not, so that one stands apart.
+    """
+    levers: dict[tuple[Checkpointing, LossKind, bool], list[Strategy]] = {}
     for strategy in kind:
-        levers.setdefault((strategy.checkpointing, strategy.loss), []).append(strategy)
+        levers.setdefault((strategy.checkpointing, strategy.loss, strategy.accumulation > 1), []).append(strategy)
     for variants in levers.values():
         variants.sort(key=lambda strategy: strategy.micro_batch_size)
     return levers.values()

@@ -28,7 +28,7 @@ from shardwise.planner.wire import collective_seconds
 from shardwise.vocabulary.cluster import Cluster, LinkKind
 from shardwise.vocabulary.placement import Placement
 from shardwise.vocabulary.strategy import Axis
-from shardwise.vocabulary.timeline import COMPUTE_LANE, Collective, Pass, Site, Span, SpanKind, StepTimeline
+from shardwise.vocabulary.timeline import COMPUTE_LANE, Collective, Every, Pass, Site, Span, SpanKind, StepTimeline
 
 CONTENTION: dict[LinkKind, float] = {"nvlink": 1.25}
 """Compute is this much slower while a collective runs beside it; used where `probe` did not measure it. NCCL takes 24
@@ -280,26 +280,48 @@ class _Simulation:
         )
 
 
+@dataclass
+class _Loads:
+    """Seconds of messages that may hide behind the blocks' compute in one direction, by lane."""
+
+    each: dict[Axis, float] = field(default_factory=dict[Axis, float])
+    """In every micro-batch."""
+    once: dict[Axis, float] = field(default_factory=dict[Axis, float])
+    """Besides, in the first (forward) or the last (backward)."""
+
+    def add(self, axis: Axis, seconds: float, every: Every) -> None:
+        into = self.each if every == "micro_batch" else self.once
+        into[axis] = into.get(axis, 0.0) + seconds
+
+    def beside(self, compute: float, micro_batches: int) -> float:
+        """Seconds of all micro-batches, each as long as its compute or its fullest lane."""
+        usual = max(self.each.values(), default=0.0)
+        fullest = max((self.each.get(axis, 0.0) + self.once.get(axis, 0.0) for axis in Axis), default=0.0)
+        return (micro_batches - 1) * max(compute, usual) + max(compute, fullest)
+
+
 def estimate_seconds(place: Placement, cluster: Cluster) -> float:
     """A quick estimate of the step, to rank candidates before they are simulated: every block in its steady state."""
     times = compute_times(place, cluster)
     blocks, steps = place.num_blocks, place.strategy.accumulation
-    forward, backward, serial, last = 0.0, 0.0, 0.0, 0.0
+    forward, backward, waits = _Loads(), _Loads(), 0.0
     for message in sends(place):
         seconds = collective_seconds(cluster, place.strategy, message) * message.count
-        if message.hides_behind == "nothing" or message.op == "send":
-            serial += seconds
-        elif message.site != "block":
-            last += seconds
-        elif message.during == "forward":
-            forward += seconds
-        else:
-            backward += seconds
-    copy = times.gather_copy if place.strategy.zero_stage != 1 else 0.0
-    compute_forward = (times.block_forward + copy) * blocks * steps
-    compute_backward = (times.block_backward + copy) * blocks * steps
-    step = max(compute_forward, forward) + max(compute_backward, backward) + serial + last
-    step += (times.head + times.embedding + sum(copy.up + copy.down for copy in _copies(place, cluster))) * steps
+        if message.hides_behind == "nothing" or message.op == "send" or message.site != "block":
+            waits += seconds
+            continue
+        into = forward if message.during == "forward" else backward
+        into.add(message.axis, seconds / (steps if message.every == "micro_batch" else 1), message.every)
+    for copy in _copies(place, cluster):
+        if copy.site != "block":
+            waits += (copy.up + copy.down) * steps
+            continue
+        forward.add(Axis.DP_SHARD, copy.up * blocks, "micro_batch")
+        backward.add(Axis.DP_SHARD, (copy.up + copy.down) * blocks, "micro_batch")
+    copied = times.gather_copy if place.strategy.zero_stage != 1 else 0.0
+    step = forward.beside((times.block_forward + copied) * blocks, steps)
+    step += backward.beside((times.block_backward + copied) * blocks, steps)
+    step += waits + (times.head + times.embedding) * steps
     step = max(step, times.host_per_block * blocks * steps)
     idle = pipeline.idle_share(place.strategy)
     return step / (1 - idle) + times.optimizer

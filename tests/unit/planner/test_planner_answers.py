@@ -243,3 +243,43 @@ def test_one_card_is_one_job_a_card() -> None:
     plan = make_plan(job, catalog.parse_gpus("2xrtx-5090"))
     assert any(rule.startswith("fits on one card") for rule in plan.rules)
     assert any(advice.rule == "do_more_cards_help" for advice in plan.advice)
+
+
+def test_every_tuning_is_tried_on_one_card() -> None:
+    plan = make_plan(dataclasses.replace(SEVEN, tuning="any"), catalog.parse_gpus("rtx-4090"))
+    assert {candidate.strategy.tuning for candidate in plan.candidates} == {"full", "lora", "qlora"}
+    assert plan.recommended is not None
+    assert plan.recommended.strategy.tuning in ("lora", "qlora")
+
+
+def test_one_micro_batch_may_fit_where_accumulation_does_not() -> None:
+    """Whole gradients that are kept between micro-batches are what a single one does without."""
+    job = Job(model=catalog.model("qwen2.5-1.5b"), global_batch_size=8, sequence_length=512)
+    cluster = catalog.parse_gpus("rtx-5090")
+    candidates, _ = survey(job, cluster, Wishes(checkpointing="full", loss="chunked"))
+    everything, _ = survey(job, cluster, Wishes(checkpointing="full", loss="chunked", every_candidate=True))
+    assert any(candidate.fits for candidate in candidates) == any(candidate.fits for candidate in everything)
+
+
+@pytest.mark.parametrize("gpus", ["rtx-5090", "4xrtx-4090", "8xh100", "2x4xa100"])
+@pytest.mark.parametrize("name", ["qwen2.5-1.5b", "llama-3.1-8b"])
+def test_bounds_lose_no_answer(gpus: str, name: str) -> None:
+    """The pruned search recommends what pricing every variant would."""
+    job = Job(model=catalog.model(name), global_batch_size=32, tuning="any", sequence_length=1024)
+    cluster = catalog.parse_gpus(gpus)
+    pruned, _ = survey(job, cluster, Wishes())
+    everything, _ = survey(job, cluster, Wishes(every_candidate=True))
+    best = {
+        (each.strategy.tuning, each.strategy.name): min(
+            other.step.seconds
+            for other in everything
+            if other.fits and (other.strategy.tuning, other.strategy.name) == (each.strategy.tuning, each.strategy.name)
+        )
+        for each in pruned
+        if each.fits
+    }
+    for each in pruned:
+        if each.fits:
+            assert each.step.seconds <= 1.05 * best[each.strategy.tuning, each.strategy.name]
+    fitting = {(each.strategy.tuning, each.strategy.name) for each in everything if each.fits}
+    assert fitting == set(best)
