@@ -23,15 +23,12 @@ from shardwise.levers.adapters import cost as adapters
 from shardwise.levers.offload import cost as offload
 from shardwise.levers.precision import cost as precision
 from shardwise.planner import rules
-from shardwise.planner.compute import MATMUL_SHARE, model_flops_per_token
+from shardwise.planner.compute import MATMUL_SHARE
 from shardwise.planner.headline import headlines
-from shardwise.planner.memory import memory
-from shardwise.planner.timeline import estimate_seconds, sends, step_timeline
-from shardwise.planner.uncertainty import fits, interval, memory_spread, probability_of_oom, time_spread
+from shardwise.planner.pricing import price
+from shardwise.planner.variants import best_variants
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job, Tuning
-from shardwise.vocabulary.memory import MemoryBreakdown
-from shardwise.vocabulary.placement import Placement
 from shardwise.vocabulary.plan import Candidate, Fact, Plan, Refusal
 from shardwise.vocabulary.strategy import (
     Checkpointing,
@@ -41,14 +38,8 @@ from shardwise.vocabulary.strategy import (
     Strategy,
     ZeroStage,
 )
-from shardwise.vocabulary.timeline import Collective, StepTimeline
 
 _LEGAL = (replicate, shard, tensor, pipeline, accumulation, adapters, offload, precision)
-SIMULATED = 4
-"""Variants of one split whose step is simulated block by block; the rest is ranked by the quick estimate."""
-PROMISING = 1.15
-"""Splits, and variants of one split, whose quick estimate is above the best by more than this are not simulated beside
-it: the estimate is that good."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +121,11 @@ def survey(job: Job, cluster: Cluster, wishes: Wishes) -> tuple[tuple[Candidate,
                 legal_names.add(name)
                 yield legal
 
-    candidates = list(_candidates(job, cluster, legal_kinds(), keep_all=wishes.every_candidate))
+    kinds = legal_kinds()
+    if wishes.every_candidate:
+        candidates = [price(job, cluster, strategy) for kind in kinds for strategy in kind]
+    else:
+        candidates = list(best_variants(job, cluster, kinds))
     candidates.sort(key=lambda each: (not each.fits, each.step.seconds if each.fits else each.memory.device_bytes))
     return tuple(candidates), tuple(each for (_, name), each in refusals.items() if name not in legal_names)
 
@@ -141,126 +136,6 @@ def _is_legal(job: Job, cluster: Cluster, strategy: Strategy, refusals: dict[tup
     for refusal in broken:
         refusals.setdefault((refusal.rule, strategy.name), refusal)
     return not broken
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Timed:
-    step: StepTimeline
-    messages: tuple[Collective, ...]
-
-
-def _candidates(job: Job, cluster: Cluster, kinds: Iterable[list[Strategy]], *, keep_all: bool) -> Iterator[Candidate]:
-    """Of every split the fastest variant that fits, or the smallest if none does; or all variants."""
-    if keep_all:
-        yield from (price(job, cluster, strategy) for kind in kinds for strategy in kind)
-        return
-    estimated: list[list[tuple[float, Strategy, MemoryBreakdown | None]]] = []
-    for kind in kinds:
-        fitting = _fitting(job, cluster, kind)
-        if fitting:
-            variants = [
-                (estimate_seconds(Placement(job=job, strategy=strategy), cluster), strategy, used)
-                for strategy, used in fitting
-            ]
-            estimated.append(sorted(variants, key=lambda variant: variant[0]))
-        else:
-            yield price(job, cluster, *_smallest(job, cluster, kind))
-    leader = min((variants[0][0] for variants in estimated), default=0.0)
-    for variants in estimated:
-        limit = variants[0][0] * PROMISING if variants[0][0] <= leader * PROMISING else variants[0][0]
-        near = [(strategy, used) for estimate, strategy, used in variants[:SIMULATED] if estimate <= limit]
-        yield rules.fastest_or_simpler([price(job, cluster, *variant) for variant in near])
-
-
-def _fitting(job: Job, cluster: Cluster, kind: list[Strategy]) -> list[tuple[Strategy, MemoryBreakdown | None]]:
-    """The variants of one split that fit and may be the fastest, with their memory where it was looked at.
-
-    Memory grows with the micro-batch, so if the smallest does not fit none does, and the largest that fits is found by
-    halving. A larger micro-batch is never slower (fewer gathers, larger products), unless rows differ in length and it
-    brings padding, or stages of a pipeline wait for it.
-    """
-    found: list[tuple[Strategy, MemoryBreakdown | None]] = []
-    larger_is_faster = (job.lengths is None or job.packing) and kind[0].pp == 1
-    guess = 0
-    for variants in _by_levers(kind):
-        largest = _largest_fitting(job, cluster, variants, guess)
-        if largest is None:
-            continue
-        guess = variants.index(largest[0])
-        found.append(largest)
-        if not larger_is_faster:
-            found += [(each, None) for each in variants[:guess]]
-    return found
-
-
-def _largest_fitting(
-    job: Job, cluster: Cluster, variants: list[Strategy], guess: int
-) -> tuple[Strategy, MemoryBreakdown] | None:
-    """By halving, after a look at the guess and at the one above it."""
-    found: tuple[Strategy, MemoryBreakdown] | None = None
-    low, high, middle = 0, len(variants), min(guess, len(variants) - 1)
-    while low < high:
-        used = memory(job, cluster, variants[middle])
-        if fits(used, cluster):
-            found, low = (variants[middle], used), middle + 1
-            middle = low if middle == guess else (low + high) // 2
-        else:
-            high = middle
-            middle = (low + high) // 2
-    return found
-
-
-def _by_levers(kind: list[Strategy]) -> Iterable[list[Strategy]]:
-    """The variants of one split with equal checkpointing and loss, by micro-batch.
-
-    Accumulation of whole gradients takes memory that a single micro-batch does not, so that one stands apart.
-    """
-    levers: dict[tuple[Checkpointing, LossKind, bool], list[Strategy]] = {}
-    for strategy in kind:
-        levers.setdefault((strategy.checkpointing, strategy.loss, strategy.accumulation > 1), []).append(strategy)
-    for variants in levers.values():
-        variants.sort(key=lambda strategy: strategy.micro_batch_size)
-    return levers.values()
-
-
-def _smallest(job: Job, cluster: Cluster, kind: list[Strategy]) -> tuple[Strategy, MemoryBreakdown]:
-    """The variant that needs least."""
-    smallest = [variants[0] for variants in _by_levers(kind)]
-    priced = [(strategy, memory(job, cluster, strategy)) for strategy in smallest]
-    return min(priced, key=lambda pair: pair[1].device_bytes)
-
-
-def price(
-    job: Job, cluster: Cluster, strategy: Strategy, used: MemoryBreakdown | None = None, *, spans: bool = False
-) -> Candidate:
-    """One strategy with memory, time and their intervals."""
-    used = used or memory(job, cluster, strategy)
-    slowest = _slowest_stage(job, cluster, strategy, spans=spans)
-    step, messages = slowest.step, slowest.messages
-    tokens_per_s = strategy.global_batch_size * job.typical_length(strategy.micro_batch_size) / step.seconds
-    place = Placement(job=job, strategy=strategy)
-    peak = cluster.gpu.peak_flops.get("bf16" if strategy.precision != "fp32" else "fp32", 0.0) * strategy.num_ranks
-    low, high = interval(used.device_bytes, memory_spread(used))
-    return Candidate(
-        strategy=strategy,
-        memory=used,
-        step=step,
-        collectives=messages,
-        tokens_per_s=tokens_per_s,
-        model_flops_utilization=tokens_per_s * model_flops_per_token(place) / peak if peak else 0.0,
-        fits=fits(used, cluster),
-        probability_of_oom=probability_of_oom(used, cluster),
-        memory_interval_bytes=(round(low), round(high)),
-        step_interval_seconds=interval(step.seconds, time_spread(cluster) * step.seconds),
-        host_bytes=offload.host_bytes(place, cluster),
-    )
-
-
-def _slowest_stage(job: Job, cluster: Cluster, strategy: Strategy, *, spans: bool) -> _Timed:
-    """The step of the stage that takes longest, and what it sends."""
-    places = [Placement(job=job, strategy=strategy, stage=stage) for stage in sorted({0, strategy.pp - 1})]
-    timed = [_Timed(step=step_timeline(place, cluster, keep_spans=spans), messages=sends(place)) for place in places]
-    return max(timed, key=lambda each: each.step.seconds)
 
 
 def _with_spans(job: Job, cluster: Cluster, candidate: Candidate) -> Candidate:
