@@ -12,11 +12,10 @@ below them time stays. A table for another number of ranks is scaled by bus band
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from dataclasses import dataclass
 
-from shardwise.vocabulary.cluster import Cluster, CollectiveCurve, CollectiveOp, CurvePoint, Link
+from shardwise.vocabulary.cluster import Cluster, CollectiveCurve, CollectiveOp, Link
 from shardwise.vocabulary.strategy import Axis, Strategy
 from shardwise.vocabulary.timeline import Collective, bus_factor
 
@@ -70,7 +69,7 @@ def link_seconds(link: Link, op: CollectiveOp, ranks: int, num_bytes: int) -> fl
     curve = _nearest_curve(link, op, ranks)
     if curve is not None:
         scale = bus_factor(op, ranks) / bus_factor(curve.op, curve.ranks)
-        return _from_table(curve.points, num_bytes) * scale
+        return _from_table(curve, num_bytes) * scale
     bandwidth = link.bandwidth_bytes_per_s * link.attained_fraction
     return link.latency_seconds * max(1.0, math.log2(ranks)) + num_bytes * bus_factor(op, ranks) / bandwidth
 
@@ -87,11 +86,5 @@ def _nearest_curve(link: Link, op: CollectiveOp, ranks: int) -> CollectiveCurve 
 
 
 @functools.lru_cache(maxsize=65536)
-def _from_table(points: tuple[CurvePoint, ...], num_bytes: int) -> float:
-    if num_bytes <= points[0].bytes:
-        return points[0].seconds
-    for low, high in itertools.pairwise(points):
-        if num_bytes <= high.bytes:
-            share = math.log(num_bytes / low.bytes) / math.log(high.bytes / low.bytes)
-            return low.seconds * (high.seconds / low.seconds) ** share
-    return points[-1].seconds * num_bytes / points[-1].bytes
+def _from_table(curve: CollectiveCurve, num_bytes: int) -> float:
+    return curve.seconds_at(num_bytes)

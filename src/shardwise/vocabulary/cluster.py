@@ -6,6 +6,8 @@ them at the edge and say so.
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -52,6 +54,32 @@ class CollectiveCurve:
     op: CollectiveOp
     ranks: int
     points: tuple[CurvePoint, ...]
+    """In order of size."""
+
+    def seconds_at(self, num_bytes: float) -> float:
+        """The time of a message of any size: straight in log-log between the measured neighbors.
+
+        Below the smallest size its time holds, above the largest its bandwidth.
+
+        Args:
+            num_bytes: As nccl-tests defines the size.
+
+        Raises:
+            ValueError: If the table is empty.
+        """
+        if not self.points:
+            raise ValueError(
+                f"the table of {self.op} over {self.ranks} ranks is empty; measure it with: shardwise probe"
+            )
+        right = bisect.bisect_left(self.points, num_bytes, key=lambda point: point.bytes)
+        if right == 0:
+            return self.points[0].seconds
+        low = self.points[right - 1]
+        if right == len(self.points):
+            return low.seconds * num_bytes / low.bytes
+        high = self.points[right]
+        share = math.log(num_bytes / low.bytes) / math.log(high.bytes / low.bytes)
+        return low.seconds * (high.seconds / low.seconds) ** share
 
 
 @dataclass(frozen=True, kw_only=True)

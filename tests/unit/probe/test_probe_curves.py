@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.probe.curves import fit_line, interpolate, left_out_error, mean, median, percentile, predict_by_line
-from shardwise.vocabulary.cluster import CurvePoint
+from shardwise.vocabulary.cluster import CollectiveCurve, CurvePoint
 
 SIZES = [2**power for power in range(16, 28)]
 
@@ -74,3 +74,14 @@ def test_left_out_error_judges_inner_sizes_only() -> None:
 
 def test_small_sizes_are_judged_where_there_are_no_large_ones() -> None:
     assert left_out_error(line_points(1e-4, 1e-9, [8, 64, 512]), predict_by_line) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_curve_reads_itself_and_refuses_an_empty_table() -> None:
+    points = tuple(line_points(100e-6, 1e-9))
+    curve = CollectiveCurve(op="all_gather", ranks=4, points=points)
+    for point in points:
+        assert curve.seconds_at(point.bytes) == pytest.approx(point.seconds)
+    assert curve.seconds_at(3 * points[-1].bytes) == pytest.approx(3 * points[-1].seconds)
+    assert curve.seconds_at(1) == points[0].seconds
+    with pytest.raises(ValueError, match="all_gather over 4 ranks is empty"):
+        CollectiveCurve(op="all_gather", ranks=4, points=()).seconds_at(8)
