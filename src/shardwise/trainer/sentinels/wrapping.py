@@ -1,31 +1,21 @@
-"""What must hold, and is silently wrong elsewhere. Each check is cheap, runs in every run, and names the module.
-
-wrapped as asked      what became sharded, replicated, ignored; in which dtype it is stored
-buffers               equal to the CPU's after memory was given, and after the first step
-ties                  tied weights still share memory
-gradients             after the first backward every trained parameter has one, and no frozen one does
-"""
+"""Wrapped as asked: what became sharded, replicated, ignored, and in which dtype it is stored."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.axes.fully_shard_apply import fsdp_modules
-from shardwise.errors import PlanMismatchError, TrainingError
+from shardwise.errors import PlanMismatchError
 from shardwise.levers.precision.apply import compute_dtype, master_dtype
 from shardwise.trainer.checkpoint.state import clean_name
 from shardwise.trainer.mesh import RankMesh
 from shardwise.trainer.model import Skeleton
 from shardwise.trainer.parallelize import find_groups, plain_class
+from shardwise.trainer.sentinels.words import MAX_NAMED
 from shardwise.vocabulary.strategy import Axis, Strategy
-
-_MAX_NAMED = 8
-"""Modules that a message names, of however many differ."""
 
 
 def verify_wrapping(skeleton: Skeleton, mesh: RankMesh, strategy: Strategy) -> None:
@@ -36,8 +26,8 @@ def verify_wrapping(skeleton: Skeleton, mesh: RankMesh, strategy: Strategy) -> N
     """
     problems = _group_problems(skeleton, strategy) + _parameter_problems(skeleton.model, mesh, strategy)
     if problems:
-        more = [f"... and {len(problems) - _MAX_NAMED} more."] if len(problems) > _MAX_NAMED else []
-        raise PlanMismatchError(*problems[:_MAX_NAMED], *more)
+        more = [f"... and {len(problems) - MAX_NAMED} more."] if len(problems) > MAX_NAMED else []
+        raise PlanMismatchError(*problems[:MAX_NAMED], *more)
 
 
 def _group_problems(skeleton: Skeleton, strategy: Strategy) -> list[str]:
@@ -82,65 +72,6 @@ def _placement_problem(name: str, parameter: DTensor, mesh: RankMesh) -> list[st
         for axis, degree in planned.items()
     )
     return [] if right else [f"{name} is placed {placed} on {degrees}, planned on {planned}."]
-
-
-def check_buffers(model: nn.Module, reference: Mapping[str, Tensor]) -> None:
-    """Buffers hold what the CPU computed when the model was made ([Note: buffers] of model.py).
-
-    Raises:
-        PlanMismatchError: A buffer differs or is missing.
-    """
-    problems: list[str] = []
-    found = {clean_name(name): buffer for name, buffer in model.named_buffers()}
-    for name, wanted in reference.items():
-        buffer = found.get(name)
-        if buffer is None:
-            problems.append(f"The buffer {name} is gone.")
-        elif buffer.shape != wanted.shape or not torch.equal(buffer.detach().cpu().to(wanted.dtype), wanted):
-            problems.append(f"The buffer {name} does not hold what the CPU computed for it.")
-    if problems:
-        raise PlanMismatchError(*problems)
-
-
-def check_ties(model: nn.Module, aliases: Sequence[Sequence[str]]) -> None:
-    """Parameters that were tied are still one.
-
-    Raises:
-        PlanMismatchError: They are two.
-    """
-    found = {clean_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-    for names in aliases:
-        first = found[names[0]]
-        for other in names[1:]:
-            if found[other] is not first and _address(found[other]) != _address(first):
-                raise PlanMismatchError(f"{names[0]} and {other} were tied, and are two parameters now.")
-
-
-def _address(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.data_ptr()
-
-
-def check_gradients(model: nn.Module) -> None:
-    """After the first backward: every trained parameter has a gradient, and no frozen one has.
-
-    Raises:
-        TrainingError: Otherwise; names the parameters.
-    """
-    named = [(clean_name(name), parameter) for name, parameter in model.named_parameters()]
-    dead = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
-    leaking = [name for name, parameter in named if not parameter.requires_grad and parameter.grad is not None]
-    problems: list[str] = []
-    if dead:
-        problems.append(f"{len(dead)} trained parameters got no gradient in the first step: {_some(dead)}.")
-    if leaking:
-        problems.append(f"{len(leaking)} frozen parameters got a gradient in the first step: {_some(leaking)}.")
-    if problems:
-        raise TrainingError(*problems)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
 
 
 def wrapped_classes(model: nn.Module) -> dict[str, int]:
