@@ -36,11 +36,24 @@ class GroupShape:
 
 def group_shape(cluster: Cluster, strategy: Strategy, axis: Axis) -> GroupShape:
     """Where the cards of one group of `axis` lie; see [Note: which wire]."""
-    inner_to_outer = (Axis.TP, Axis.DP_SHARD, Axis.DP_REPLICATE, Axis.PP)
-    stride = math.prod(strategy.degree(inner) for inner in inner_to_outer[: inner_to_outer.index(axis)])
-    ranks = strategy.degree(axis)
+    stride = math.prod(strategy.degree(inner) for inner in _INSIDE[axis])
+    return _shape(strategy.degree(axis), stride, cluster.gpus_per_node)
+
+
+_INSIDE = {
+    Axis.TP: (),
+    Axis.DP_SHARD: (Axis.TP,),
+    Axis.DP_REPLICATE: (Axis.TP, Axis.DP_SHARD),
+    Axis.PP: (Axis.TP, Axis.DP_SHARD, Axis.DP_REPLICATE),
+}
+"""The axes whose neighbors lie nearer than those of an axis."""
+
+
+@functools.cache
+def _shape(ranks: int, stride: int, per_node: int) -> GroupShape:
+    """Of a group whose members are `stride` cards apart."""
     reach = stride * ranks
-    nodes = 1 if reach <= cluster.gpus_per_node else min(ranks, math.ceil(reach / max(cluster.gpus_per_node, stride)))
+    nodes = 1 if reach <= per_node else min(ranks, math.ceil(reach / max(per_node, stride)))
     return GroupShape(ranks=ranks, nodes=nodes)
 
 
@@ -76,6 +89,8 @@ def link_seconds(link: Link, op: CollectiveOp, ranks: int, num_bytes: int) -> fl
 
 def _nearest_curve(link: Link, op: CollectiveOp, ranks: int) -> CollectiveCurve | None:
     """The table of this op with the nearest number of ranks; all_gather and reduce_scatter stand in for each other."""
+    if not link.curves:
+        return None
     stand_in: dict[CollectiveOp, CollectiveOp] = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
     wanted = (op, stand_in[op]) if op in stand_in else (op,)
     for name in (*wanted, "all_reduce"):

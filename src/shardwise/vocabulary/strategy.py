@@ -65,12 +65,8 @@ class Strategy:
 
     def degree(self, axis: Axis) -> int:
         """Length of one axis."""
-        return {
-            Axis.PP: self.pp,
-            Axis.DP_REPLICATE: self.dp_replicate,
-            Axis.DP_SHARD: self.dp_shard,
-            Axis.TP: self.tp,
-        }[axis]
+        degree: int = getattr(self, axis.value)
+        return degree
 
     @property
     def num_ranks(self) -> int:
