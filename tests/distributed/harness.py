@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GemmaConfig, LlamaConfig, Qwen2Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from shardwise.levers.optimizer import apply as optimizers
 from shardwise.trainer.data.batches import BatchOptions, BatchPlan, plan_batches
@@ -33,7 +41,15 @@ VOCAB = 97  # odd, so that shards are uneven
 NUM_SAMPLES = 45  # with a global batch of 8 the last step of an epoch has 5 rows: one rank gets an empty micro-batch
 SETTINGS = optimizers.OptimizerSettings(learning_rate=1e-3, weight_decay=0.1)
 MAX_GRAD_NORM = 0.5
-CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma": GemmaConfig}
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "gemma": GemmaConfig,
+    "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +67,7 @@ class Case:
     max_tokens: int = 20
     vocab_size: int = VOCAB
     device: str = "cpu"
+    attention: str = "sdpa"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +133,7 @@ def make_plan(case: Case, data: TokenizedSet, num_ranks: int) -> BatchPlan:
 
 
 def make_skeleton(case: Case) -> Skeleton:
-    skeleton = build_skeleton(make_config(case), case.strategy, LoraSettings(r=4))
+    skeleton = build_skeleton(make_config(case), case.strategy, LoraSettings(r=4), case.attention)
     if case.double:
         for parameter in skeleton.model.parameters():
             parameter.data = parameter.data.double()
@@ -151,7 +168,12 @@ def build(case: Case) -> tuple[Skeleton, RankMesh]:
 def make_stepper(case: Case, skeleton: Skeleton, mesh: RankMesh) -> Stepper:
     optimizer = optimizers.apply(skeleton.model, dataclasses.replace(SETTINGS, name=case.strategy.optimizer))
     return Stepper(
-        model=skeleton.model, optimizer=optimizer, strategy=case.strategy, mesh=mesh, max_grad_norm=MAX_GRAD_NORM
+        model=skeleton.model,
+        optimizer=optimizer,
+        strategy=case.strategy,
+        mesh=mesh,
+        max_grad_norm=MAX_GRAD_NORM,
+        attention=case.attention,
     )
 
 

@@ -42,7 +42,13 @@ def test_slurm_with_one_task_a_rank() -> None:
 
 @pytest.mark.parametrize(
     ("nodelist", "host"),
-    [("gpu07", "gpu07"), ("gpu[07-09,12]", "gpu07"), ("a1,a2", "a1"), ("n[3]-ib,x", "n3-ib"), ("r1n[10-12],q", "r1n10")],
+    [
+        ("gpu07", "gpu07"),
+        ("gpu[07-09,12]", "gpu07"),
+        ("a1,a2", "a1"),
+        ("n[3]-ib,x", "n3-ib"),
+        ("r1n[10-12],q", "r1n10"),
+    ],
 )
 def test_first_host_of_a_node_list(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
@@ -115,7 +121,9 @@ def test_errors_come_back_as_themselves() -> None:
     with pytest.raises(DataError) as raised:
         launch(fail_first, ("ours",), TWO)
     assert raised.value.problems == ("data.jsonl, line 7: no answer.", "data.jsonl, line 9: no question.")
-    with pytest.raises(TrainingError, match="Rank 1 failed: ZeroDivisionError: the loss was divided by nothing") as told:
+    with pytest.raises(
+        TrainingError, match="Rank 1 failed: ZeroDivisionError: the loss was divided by nothing"
+    ) as told:
         launch(fail_first, ("theirs",), TWO)
     assert "in fail_first" in "".join(told.value.__notes__)
     with pytest.raises(TrainingError, match=r"Rank 1 was killed by signal 9 \(SIGKILL\)"):

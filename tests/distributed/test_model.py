@@ -56,7 +56,9 @@ def test_random_weights_follow_the_models_own_rule() -> None:
 
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}])
 def test_rotary_buffers_after_meta(scaling: dict[str, Any] | None) -> None:
-    config = LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
     if scaling is not None:
         config.rope_parameters = scaling
     skeleton = build_skeleton(config, FP32, LoraSettings())
@@ -169,7 +171,9 @@ def test_dead_parameters_are_named(ranks: Pool) -> None:
 
 
 def test_targets_that_fit_nothing_name_what_would() -> None:
-    config = Qwen2Config(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    config = Qwen2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
     with pytest.raises(ConfigError, match=r"\['qkv'\] fits no module .* down_proj, gate_proj"):
         build_skeleton(config, dataclasses.replace(FP32, tuning="lora"), LoraSettings(target_modules=("qkv",)))
 
@@ -178,5 +182,3 @@ def test_what_the_engine_does_not_run_is_said_at_once() -> None:
     wishes = dataclasses.replace(FP32, offload="optimizer", zero_stage=3)
     with pytest.raises(ConfigError, match="2 problems"):
         refuse_unsupported(wishes)
-
-

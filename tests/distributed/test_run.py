@@ -13,6 +13,7 @@ from checkpoint_pool import Pool
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from shardwise.trainer import loop
+from shardwise.trainer import run as entry
 from shardwise.trainer.run import RunWishes, run_training
 from shardwise.vocabulary import codec
 from shardwise.vocabulary.measured import Measured
@@ -33,7 +34,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
     )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():  # far from fresh weights, whose loss is ln(vocabulary) whatever they compute
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.ndim > 1 else 1)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -166,6 +171,28 @@ def test_a_folder_with_a_run_is_not_overwritten(ranks: Pool, run_file: RunFile) 
     ranks.run(2, train, run_file, ZERO_3)
     with pytest.raises(AssertionError, match="holds checkpoint-8 of an earlier run"):
         ranks.run(2, train, run_file, ZERO_3)
+
+
+def train_with_wrong_buffers(run: RunFile, strategy: Strategy) -> None:
+    """Rotary frequencies are scaled where no sentinel compares them: in the model and in its reference."""
+    build = entry.build_skeleton
+
+    def building(*arguments: Any, **settings: Any) -> Any:
+        skeleton = build(*arguments, **settings)
+        for buffer in skeleton.buffers.values():
+            buffer.mul_(3.0)
+        return skeleton
+
+    entry.build_skeleton = building
+    try:
+        train(run, strategy)
+    finally:
+        entry.build_skeleton = build
+
+
+def test_a_model_that_computes_something_else_is_stopped(ranks: Pool, run_file: RunFile) -> None:
+    with pytest.raises(AssertionError, match="The split model's loss on the first row is"):
+        ranks.run(2, train_with_wrong_buffers, run_file, ZERO_3)
 
 
 def test_adapters_are_saved_for_peft(ranks: Pool, run_file: RunFile, model_folder: Path) -> None:

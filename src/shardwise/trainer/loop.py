@@ -7,6 +7,7 @@ so every rank knows the same loss and takes the same decisions at the same step.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -149,6 +150,8 @@ class Loop:
         if is_first:
             check_buffers(parts.skeleton.model, parts.skeleton.buffers)
             check_ties(parts.skeleton.model, parts.skeleton.aliases)
+            gc.collect()
+            gc.freeze()  # model and optimizer are here to stay: the collector need not look at them again
         self._at_boundary(step + 1)
 
     def _check_first_backward(self) -> None:

@@ -64,7 +64,11 @@ def load_config(run: RunFile) -> Any:
     """
     from transformers import AutoConfig
 
-    if run.random_init and not Path(run.model_name_or_path).exists() and catalog.knows("models", run.model_name_or_path):
+    if (
+        run.random_init
+        and not Path(run.model_name_or_path).exists()
+        and catalog.knows("models", run.model_name_or_path)
+    ):
         keys = dict(catalog.model_file(run.model_name_or_path).config)
         return AutoConfig.for_model(str(keys.pop("model_type")), **keys)
     try:
@@ -77,7 +81,9 @@ def load_config(run: RunFile) -> Any:
         raise ConfigError(f"model_name_or_path {run.model_name_or_path!r}: {what}: {error}") from error
 
 
-def build_skeleton(config: Any, strategy: Strategy, lora: LoraSettings, attention: str = "sdpa") -> Skeleton:
+def build_skeleton(
+    config: Any, strategy: Strategy, lora: LoraSettings, attention: str = "sdpa", *, trust_remote_code: bool = False
+) -> Skeleton:
     """Makes the model of a config, with adapters and dtypes as the strategy says, without memory for parameters.
 
     Args:
@@ -85,10 +91,14 @@ def build_skeleton(config: Any, strategy: Strategy, lora: LoraSettings, attentio
         strategy: For tuning and precision.
         lora: Used where the tuning is LoRA.
         attention: sdpa, flash or eager.
+        trust_remote_code: Whether code that comes with the model may run.
+
+    Raises:
+        ConfigError: transformers, PEFT or this engine cannot make such a model.
     """
     config = copy.deepcopy(config)
     config.use_cache = False
-    template, model = _make(config, attention), _make(config, attention)
+    template, model = (_make(config, attention, trust_remote_code=trust_remote_code) for _ in range(2))
     if strategy.tuning == "qlora":
         raise ConfigError("tuning: qlora is not available in this version's engine. Use lora, or full.")
     adapted = adapters.apply(model, lora) if strategy.tuning == "lora" else model
@@ -100,13 +110,22 @@ def build_skeleton(config: Any, strategy: Strategy, lora: LoraSettings, attentio
     )  # fmt: skip
 
 
-def _make(config: Any, attention: str) -> Any:
+def _make(config: Any, attention: str, *, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with parameters_on_meta():
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation=_ATTENTION[attention]
-        )
+    try:
+        with parameters_on_meta():
+            return AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),
+                dtype=torch.float32,
+                attn_implementation=_ATTENTION[attention],
+                trust_remote_code=trust_remote_code,
+            )
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"transformers cannot make a {config.model_type} model with attn_implementation: {attention}: {error} "
+            "Another of sdpa, eager and flash may work."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -186,15 +205,14 @@ def assign(parameter: nn.Parameter, full: Tensor) -> None:
 
 def _initialized(template: Any, name: str, module: nn.Module, seed: int, device: torch.device) -> dict[str, Tensor]:
     """Whole values of one module's own parameters."""
+    own = {key: parameter for key, parameter in module.named_parameters(recurse=False)}
+    values = {key: nn.Parameter(torch.empty_like(parameter, device=device)) for key, parameter in own.items()}
     twin = copy.copy(module)
-    twin._parameters = {
-        key: None if parameter is None else nn.Parameter(torch.empty_like(parameter, device=device))
-        for key, parameter in module._parameters.items()
-    }
+    vars(twin)["_parameters"] = {**vars(module)["_parameters"], **values}  # the module itself stays as it is
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(_stream(seed, name))
         template._init_weights(twin)
-    return {key: parameter.detach() for key, parameter in twin._parameters.items() if parameter is not None}
+    return {key: parameter.detach() for key, parameter in values.items()}
 
 
 def _stream(seed: int, name: str) -> int:

@@ -18,7 +18,7 @@ from shardwise.errors import CheckpointError, PlanMismatchError
 from shardwise.levers.optimizer import apply as optimizers
 from shardwise.trainer.checkpoint import Checkpointer, SaveOptions
 from shardwise.trainer.data.batches import BatchOptions, BatchPlan, plan_batches
-from shardwise.trainer.data.collate import CollateOptions
+from shardwise.trainer.data.collate import CollateOptions, collate
 from shardwise.trainer.data.store import TokenizedSet
 from shardwise.trainer.evaluate import Sampler
 from shardwise.trainer.export import ExportOptions, export
@@ -37,6 +37,7 @@ from shardwise.trainer.optimizer import optimizer_settings
 from shardwise.trainer.parallelize import parallelize, refuse_unsupported
 from shardwise.trainer.prepare import Prepared, RunWishes, data_lengths, prepare_run
 from shardwise.trainer.progress import Progress
+from shardwise.trainer.reference import check_first_loss
 from shardwise.trainer.schedule import schedule_of
 from shardwise.trainer.sentinels import check_buffers, check_ties, verify_wrapping, wrapped_classes
 from shardwise.trainer.state import DataPosition, RunState, app_state
@@ -89,6 +90,7 @@ def _train(run: RunFile, strategy: Strategy, wishes: RunWishes, prepared: Prepar
     try:
         answers = _Answers(sampler, run.sample_prompt)
         if parts.position.next_step == 0:
+            _compare_with_plain(run, parts, strategy, mesh)
             answers.take("before", parts.progress)
             if parts.held_out is not None:
                 loop.evaluate(0)
@@ -106,6 +108,17 @@ def _train(run: RunFile, strategy: Strategy, wishes: RunWishes, prepared: Prepar
         if parts.tracking is not None:
             parts.tracking.close()
     return str(folder)
+
+
+def _compare_with_plain(run: RunFile, parts: LoopParts, strategy: Strategy, mesh: RankMesh) -> None:
+    """Real weights of a small model, one document a row, no foreign code: the first loss is known from elsewhere."""
+    if run.random_init or run.packing or run.trust_remote_code or run.attn_implementation == "flash":
+        return
+    first = next(micro for micro in parts.train.plan.micro_batches(0) if not micro.is_empty)
+    batch = collate(parts.train.tokenized, first, parts.train.collate)
+    said = check_first_loss(parts.skeleton, _weights_folder(run), batch, strategy, mesh)
+    if said is not None:
+        parts.progress.say(said)
 
 
 def _compare_plans(prepared: Prepared, mesh: RankMesh) -> None:
@@ -135,7 +148,7 @@ def build_model(run: RunFile, strategy: Strategy, mesh: RankMesh, config: Any) -
     lora = LoraSettings(
         r=run.lora_r, alpha=run.lora_alpha, dropout=run.lora_dropout, target_modules=run.lora_target_modules
     )
-    skeleton = build_skeleton(config, strategy, lora, run.attn_implementation)
+    skeleton = build_skeleton(config, strategy, lora, run.attn_implementation, trust_remote_code=run.trust_remote_code)
     parallelize(skeleton, mesh, strategy)
     materialize(skeleton, mesh.device)
     if run.random_init:

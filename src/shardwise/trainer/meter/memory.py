@@ -72,6 +72,11 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return _local(tensor.detach()).untyped_storage()
 
 
+def _identity(storage: torch.UntypedStorage) -> int:
+    """The address of the storage itself, not of its bytes, which resizing moves."""
+    return storage._cdata  # pyright: ignore[reportPrivateUsage]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
     """The largest instant of one step."""
@@ -193,7 +198,7 @@ class MemoryWatch(TorchDispatchMode):
         if storage.device != self._device:
             return
         self._sweep()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = _identity(storage), storage.nbytes()
         life = self._living.get(key)
         if life is None:
             life = self._living[key] = _Life(num_bytes=0, category=category or self._category())
