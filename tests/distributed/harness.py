@@ -143,7 +143,7 @@ def make_skeleton(case: Case) -> Skeleton:
 def seeded(skeleton: Skeleton, device: torch.device) -> None:
     """Values of the same stream for every split; adapters start with B away from 0, so that all gradients are alive."""
     materialize(skeleton, device)
-    initialize(skeleton, 3, device)
+    initialize(skeleton, 3, torch.device("cpu"))  # a card's generator draws other numbers from the same seed
     for name, parameter in plain_parameters(skeleton.model).items():
         if ".lora_B." in name:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
