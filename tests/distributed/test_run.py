@@ -2,18 +2,19 @@
 
 import dataclasses
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from checkpoint_pool import Pool
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from shardwise.trainer import loop
 from shardwise.trainer import run as entry
+from shardwise.trainer.feeder import Feeder
+from shardwise.trainer.model import build_skeleton
 from shardwise.trainer.run import RunWishes, run_training
 from shardwise.vocabulary import codec
 from shardwise.vocabulary.measured import Measured
@@ -63,20 +64,20 @@ def train(run: RunFile, strategy: Strategy) -> str:
 
 def train_with_signal(run: RunFile, strategy: Strategy, number: int, at_step: int) -> int:
     """Rank 1 alone receives a signal while it makes the batches of a step; returns what it would exit with."""
-    take = loop.Feeder.take
+    take = Feeder.take
 
     def taking(self: Any, step: int) -> Any:
-        if step == at_step and os.environ.get("RANK_UNDER_TEST", str(torch.distributed.get_rank())) == "1":
+        if step == at_step and torch.distributed.get_rank() == 1:
             signal.raise_signal(number)
         return take(self, step)
 
-    loop.Feeder.take = taking
+    Feeder.take = taking
     try:
         train(run, strategy)
     except SystemExit as stopped:
         return int(stopped.code or 0)
     finally:
-        loop.Feeder.take = take
+        Feeder.take = take
     return 0
 
 
@@ -175,19 +176,15 @@ def test_a_folder_with_a_run_is_not_overwritten(ranks: Pool, run_file: RunFile) 
 
 def train_with_wrong_buffers(run: RunFile, strategy: Strategy) -> None:
     """Rotary frequencies are scaled where no sentinel compares them: in the model and in its reference."""
-    build = entry.build_skeleton
 
     def building(*arguments: Any, **settings: Any) -> Any:
-        skeleton = build(*arguments, **settings)
+        skeleton = build_skeleton(*arguments, **settings)
         for buffer in skeleton.buffers.values():
             buffer.mul_(3.0)
         return skeleton
 
-    entry.build_skeleton = building
-    try:
+    with mock.patch.object(entry, "build_skeleton", building):
         train(run, strategy)
-    finally:
-        entry.build_skeleton = build
 
 
 def test_a_model_that_computes_something_else_is_stopped(ranks: Pool, run_file: RunFile) -> None:
