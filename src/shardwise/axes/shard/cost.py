@@ -47,7 +47,25 @@ def sends(place: Placement) -> tuple[Collective, ...]:
         messages.extend(_gathers(place, group))
         if group.trainable:
             messages.append(_reduction(place, group))
-    return tuple(messages)
+    return (*messages, _norm(place))
+
+
+def _norm(place: Placement) -> Collective:
+    """The sum of squares over the shards, for clipping by the norm of the whole gradient; also where nothing is cut."""
+    return Collective(
+        op="all_reduce",
+        axis=Axis.DP_SHARD,
+        ranks=place.strategy.dp_shard,
+        bytes=4,
+        count=1,
+        site="step",
+        during="optimizer",
+        every="step",
+        hides_behind="nothing",
+        name="all_reduce of the gradient's norm",
+        formula="one fp32 number",
+        source="trainer/step.py, [Note: true norm]",
+    )
 
 
 def _gathers(place: Placement, group: Group) -> list[Collective]:
