@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError
+from shardwise.levers.optimizer.apply_8bit import AdamW8bit
+from shardwise.levers.optimizer.apply_bf16 import AdamWBf16States
+from shardwise.levers.optimizer.apply_lamb import Lamb
+from shardwise.levers.optimizer.apply_sgd import Sgd
 from shardwise.vocabulary.job import OptimizerName
 
 
@@ -23,25 +26,29 @@ class OptimizerSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     fused: bool = True
-    """One kernel for all parameters; otherwise one small kernel after another."""
+    """AdamW by one kernel for all parameters; otherwise by one small kernel after another."""
 
 
 def apply(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Builds the optimizer over every parameter that requires a gradient.
 
     Raises:
-        ConfigError: The optimizer is not available in this engine.
+        MissingExtraError: bitsandbytes, which the 8-bit optimizers need, is not installed.
     """
     groups = parameter_groups(model, settings.weight_decay)
-    if settings.name == "adamw":
-        return torch.optim.AdamW(
-            groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=settings.fused
-        )
-    if settings.name == "sgd":
-        return torch.optim.SGD(groups, lr=settings.learning_rate, fused=settings.fused)
-    raise ConfigError(
-        f"optim: {settings.name} is not available in this version's engine. Use adamw_torch_fused or sgd."
-    )
+    rate, betas, epsilon = settings.learning_rate, settings.betas, settings.epsilon
+    match settings.name:
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=settings.fused)
+        case "adamw_bf16_states":
+            return AdamWBf16States(groups, rate, betas, epsilon)
+        case "adamw_8bit" | "paged_adamw_8bit":
+            paged = settings.name == "paged_adamw_8bit"
+            return AdamW8bit(_without_tables(groups, model), rate, betas, epsilon, paged=paged)
+        case "lamb":
+            return Lamb(groups, rate, betas, epsilon)
+        case "sgd":
+            return Sgd(groups, rate)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -56,3 +63,17 @@ def _split(trained: Mapping[str, nn.Parameter]) -> tuple[list[nn.Parameter], lis
     decayed = [parameter for parameter in trained.values() if parameter.ndim >= 2]
     others = [parameter for parameter in trained.values() if parameter.ndim < 2]
     return decayed, others
+
+
+def _without_tables(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """The groups with embedding and head in groups of their own, which say that they are kept out of 8 bits."""
+    untyped: Any = model
+    tables = [module.weight for module in (untyped.get_input_embeddings(), untyped.get_output_embeddings()) if module]
+    kept_out = {id(table) for table in tables}
+    parts: list[dict[str, Any]] = []
+    for group in groups:
+        for eight_bit in (True, False):
+            members = [each for each in group["params"] if (id(each) not in kept_out) == eight_bit]
+            if members:
+                parts.append({**group, "params": members, "eight_bit": eight_bit})
+    return parts
