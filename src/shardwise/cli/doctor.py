@@ -39,7 +39,7 @@ class Options:
     env: tuple[str, ...] = ()
     """Container env files, scripts or YAML files, read as a rank's environment."""
     plan: str | None = None
-    """A plan file: losses are then also told in milliseconds a step."""
+    """A plan file, or a run's folder: losses are then also told in milliseconds a step."""
     record: str | None = None
     """Write everything that was read to this new folder, for a bug report."""
     root: str = "/"
@@ -57,6 +57,7 @@ def run(options: Options) -> int:
 
 def doctor_options(options: Options) -> DoctorOptions:
     """The same wishes in the doctor's own words."""
+    wire_bytes, compute = (None, None) if options.plan is None else _step_of(Path(options.plan))
     return DoctorOptions(
         log=None if options.log is None else Path(options.log),
         pids=options.pid,
@@ -64,18 +65,20 @@ def doctor_options(options: Options) -> DoctorOptions:
         run=options.run,
         risky=options.risky,
         seconds=options.seconds,
-        wire_bytes_per_step=None if options.plan is None else _wire_bytes(Path(options.plan)),
+        wire_bytes_per_step=wire_bytes,
+        compute_seconds_per_step=compute,
         root=Path(options.root),
         record=None if options.record is None else Path(options.record),
     )
 
 
-def _wire_bytes(path: Path) -> int:
-    """Bytes that one rank of the recommended strategy sends in a step."""
+def _step_of(path: Path) -> tuple[int, float]:
+    """(bytes that one rank sends, seconds of compute) in a step of the recommended strategy."""
     from shardwise.vocabulary.codec import read_noun
     from shardwise.vocabulary.plan import Plan
 
-    plan = read_noun(Plan, path)
-    if plan.recommended is None:
-        raise ConfigError(f"{path}: nothing fits in this plan, so no step sends anything; give a plan that can run.")
-    return sum(collective.wire_bytes for collective in plan.recommended.collectives)
+    file = path / "plan.yaml" if path.is_dir() else path
+    best = read_noun(Plan, file).recommended
+    if best is None:
+        raise ConfigError(f"{file}: nothing fits in this plan, so no step sends anything; give a plan that can run.")
+    return sum(collective.wire_bytes for collective in best.collectives), best.step.compute_seconds

@@ -49,6 +49,8 @@ class DoctorOptions:
     """With `run`: time limit of each child process."""
     wire_bytes_per_step: int | None = None
     """Bytes that one rank sends in a training step (from a plan), to put losses in milliseconds."""
+    compute_seconds_per_step: float | None = None
+    """Compute in that step, which may hide the wire; without it only the most that a loss can cost is told."""
     root: Path = Path("/")
     """`/`, or the directory of a recorded machine."""
     record: Path | None = None
@@ -155,6 +157,7 @@ def gather(
         predictions=predict(machine, switches, version),
         measurements=measurements,
         wire_bytes_per_step=options.wire_bytes_per_step,
+        compute_seconds_per_step=options.compute_seconds_per_step,
     )
 
 

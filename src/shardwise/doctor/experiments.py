@@ -32,8 +32,10 @@ from typing import Any, cast
 from shardwise.doctor.log_records import NcclLog
 from shardwise.doctor.measurements import Measurement, MeasurementKind
 from shardwise.doctor.nccl_log import read_nccl_log
+from shardwise.doctor.relevance import why_no_effect
 from shardwise.doctor.scene import Scene
 from shardwise.doctor.switches import variables
+from shardwise.doctor.thresholds import value
 from shardwise.doctor.transport import default_level
 from shardwise.errors import MissingExtraError, ResourceError
 from shardwise.facts.machine.nvml import read_nvlink_traffic, sample_link
@@ -44,6 +46,8 @@ _COPY_BYTES = 256 * MIB
 _COLLECTIVE_BYTES = (64 * MIB, GIB)
 _TIMED_SECONDS = 1.0
 """Of one size of one collective, at most; a slow wire gets fewer calls."""
+_SIZE_SECONDS = 3.0
+"""A larger size is left out where its calls would take longer: on so slow a wire the smaller one is all bandwidth."""
 _MIN_CALLS, _MAX_CALLS, _WARM_UPS = 5, 20, 3
 _SAMPLE_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
@@ -120,24 +124,33 @@ def _base_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def plan_trials(scene: Scene, base: Mapping[str, str], *, risky: bool) -> tuple[Trial, ...]:
-    """The collectives to run, safest first."""
-    as_set = _as_set(scene, base)
+    """The collectives to run, safest first. Each costs a start of all ranks, so none is run that shows nothing new."""
     clean = _without_switches(scene, base)
-    suspect = any(
-        variable.takes_bandwidth(setting.value)
-        for name, setting in scene.switches.in_force.items()
-        if (variable := variables().get(name)) is not None and variable.scope != "quiet"
-    )
-    trials = [Trial(variant="p2p_off", environment={**clean, "NCCL_P2P_DISABLE": "1"}, sizes=(64 * MIB,))]
-    trials.append(Trial(variant="as_set", environment=as_set, ops=tuple(_BUS_FACTORS)))
-    if suspect:
+    trials: list[Trial] = []
+    host_memory = scene.switches.is_on("NCCL_P2P_DISABLE") and not scene.switches.is_on("NCCL_SHM_DISABLE")
+    if not host_memory:  # else that is what `as_set` measures
+        trials.append(Trial(variant="p2p_off", environment={**clean, "NCCL_P2P_DISABLE": "1"}, sizes=(64 * MIB,)))
+    trials.append(Trial(variant="as_set", environment=_as_set(scene, base), ops=tuple(_BUS_FACTORS)))
+    if _suspects(scene):
         trials.append(Trial(variant="no_switches", environment=clean))
-    if any(found.joined_by_nvlink for found in scene.known_predictions):
+    nvlink = any(found.joined_by_nvlink for found in scene.known_predictions)
+    if nvlink and len(scene.cards) >= int(value("nvls_min_cards")):  # with fewer cards NCCL takes a ring by itself
         trials.append(Trial(variant="ring", environment={**clean, "NCCL_ALGO": "Ring"}, sizes=_COLLECTIVE_BYTES[-1:]))
     kept_apart = [found for found in scene.known_predictions if found.reason == "level_rule" and found.p2p_possible]
     if risky and kept_apart:
         trials.append(Trial(variant="forced_p2p", environment={**clean, "NCCL_P2P_LEVEL": "SYS"}))
     return tuple(trials)
+
+
+def _suspects(scene: Scene) -> bool:
+    """Whether a switch in force may take bandwidth away here."""
+    known = variables()
+    return any(
+        name in known
+        and known[name].takes_bandwidth(setting.value)
+        and why_no_effect(scene, known[name], setting) is None
+        for name, setting in scene.switches.in_force.items()
+    )
 
 
 def _as_set(scene: Scene, base: Mapping[str, str]) -> dict[str, str]:
@@ -477,11 +490,26 @@ def collectives_child(told: _Rank) -> None:
     )  # fmt: skip
     with told.out.open("w") as stream:
         for op in told.ops:
+            per_byte = 0.0
             for size in told.sizes:
-                stream.write(json.dumps(_one_size(told, op, _affordable(size, device), device)) + "\n")
+                if _agreed(per_byte * size * (_WARM_UPS + 1 + _MIN_CALLS), device) > _SIZE_SECONDS:
+                    break
+                result = _one_size(told, op, _affordable(size, device), device)
+                per_byte = statistics.median(result["seconds"]) / result["bytes"]
+                stream.write(json.dumps(result) + "\n")
                 stream.flush()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _agreed(seconds: float, device: Any) -> float:
+    """Rank 0's figure, on every rank: they must take the same turn."""
+    import torch
+    import torch.distributed as dist
+
+    told = torch.tensor([seconds], device=device, dtype=torch.float64)
+    dist.broadcast(told, src=0)
+    return float(told.item())
 
 
 def _affordable(size: int, device: Any) -> int:

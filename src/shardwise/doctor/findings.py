@@ -56,7 +56,7 @@ class Cost:
     actual_bytes_per_s: float
     expected_bytes_per_s: float
     basis: Literal["measured", "typical"]
-    """Typical figures come from `thresholds.yaml` and may be a third off."""
+    """Typical figures come from the link catalogue and may be a third off."""
 
     @property
     def lost_bytes_per_s(self) -> float:
@@ -64,8 +64,14 @@ class Cost:
         return max(self.expected_bytes_per_s - self.actual_bytes_per_s, 0.0)
 
     def lost_seconds(self, wire_bytes: int) -> float:
-        """Longer time on the wire for bytes that one rank sends, if nothing hides them."""
+        """Longer time on the wire for the bytes that one rank sends in a step: the loss if nothing hides it."""
         return max(wire_bytes / self.actual_bytes_per_s - wire_bytes / self.expected_bytes_per_s, 0.0)
+
+    def least_lost_seconds(self, wire_bytes: int, compute_seconds: float) -> float:
+        """The loss if all of the step's compute could hide the wire: what no overlap can take away."""
+        now = max(wire_bytes / self.actual_bytes_per_s, compute_seconds)
+        then = max(wire_bytes / self.expected_bytes_per_s, compute_seconds)
+        return max(now - then, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.doctor.diagnose import Diagnosis, Verdict
 from shardwise.doctor.findings import Certainty, Cost, Finding, Gap, Severity
 from shardwise.doctor.scene import Scene
+from shardwise.doctor.transport import Prediction
 from shardwise.facts.machine.record import Unreadable
 from shardwise.vocabulary.units import format_bandwidth, format_bytes, format_seconds
 
@@ -90,12 +91,17 @@ def _wire(scene: Scene) -> str:
     """Pairs by path and predicted transport."""
     kinds: dict[str, int] = {}
     for found in scene.known_predictions:
-        links = found.pair.num_nvlinks
-        path = f"NV{links}" if found.joined_by_nvlink else found.pair.path.name if not isinstance(
-            found.pair.path, Unreadable) else "?"  # fmt: skip
+        path = _path(found)
         text = f"{path} over {found.transport}"
         kinds[text] = kinds.get(text, 0) + 1
     return ", ".join(f"{count} pair{'s' if count > 1 else ''} {text}" for text, count in kinds.items())
+
+
+def _path(found: Prediction) -> str:
+    links, path = found.pair.num_nvlinks, found.pair.path
+    if found.joined_by_nvlink:
+        return "NVLink" if isinstance(links, Unreadable) else f"NV{links}"
+    return "?" if isinstance(path, Unreadable) else path.name
 
 
 def _where(scene: Scene) -> str:
@@ -117,7 +123,7 @@ def _reading(reading: object) -> str:
 def _finding(number: int, finding: Finding, scene: Scene) -> list[str]:
     lines = _wrap(f"{number}. [{_MARKS[finding.severity]}] {_subject(finding)}: {finding.headline}", "", "   ")
     if finding.cost is not None:
-        lines += _wrap(f"Cost      {_cost(finding.cost, scene.wire_bytes_per_step)}", "   ", "             ")
+        lines += _wrap(f"Cost      {_cost(finding.cost, scene)}", "   ", "             ")
     for evidence in finding.evidence:
         lines += _wrap(f"Evidence  {evidence.what}: {evidence.value}  ({evidence.source})", "   ", "             ")
     lines += _wrap(f"Sure      {_SURE[finding.certainty]}", "   ", "             ")
@@ -138,14 +144,21 @@ def _subject(finding: Finding) -> str:
     return ", ".join(parts[:_MAX_SUBJECTS]) + f" and {len(parts) - _MAX_SUBJECTS} more"
 
 
-def _cost(cost: Cost, wire_bytes: int | None) -> str:
+def _cost(cost: Cost, scene: Scene) -> str:
     text = (
         f"{format_bandwidth(cost.actual_bytes_per_s)} instead of {format_bandwidth(cost.expected_bytes_per_s)}, "
         f"{format_bandwidth(cost.lost_bytes_per_s)} lost ({cost.basis})"
     )
-    if wire_bytes is not None:
-        text += f"; up to {format_seconds(cost.lost_seconds(wire_bytes))} a step if nothing hides the wire"
-    return text
+    if scene.wire_bytes_per_step is None:
+        return text
+    most = cost.lost_seconds(scene.wire_bytes_per_step)
+    if scene.compute_seconds_per_step is None:
+        return f"{text}; up to {format_seconds(most)} a step if nothing hides the wire"
+    least = cost.least_lost_seconds(scene.wire_bytes_per_step, scene.compute_seconds_per_step)
+    return (
+        f"{text}; {format_seconds(least)} a step if compute hides all it can, {format_seconds(most)} if nothing hides "
+        "the wire"
+    )
 
 
 def _measured(scene: Scene) -> list[str]:
@@ -212,7 +225,7 @@ def to_plain(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _plain_finding(finding: Finding, scene: Scene) -> dict[str, Any]:
-    cost, wire_bytes = finding.cost, scene.wire_bytes_per_step
+    cost, wire_bytes, compute = finding.cost, scene.wire_bytes_per_step, scene.compute_seconds_per_step
     return {
         "check": finding.check,
         "subject": finding.subject,
@@ -226,6 +239,9 @@ def _plain_finding(finding: Finding, scene: Scene) -> dict[str, Any]:
             "lost_bytes_per_s": cost.lost_bytes_per_s,
             "basis": cost.basis,
             "lost_seconds_per_step": None if wire_bytes is None else cost.lost_seconds(wire_bytes),
+            "least_lost_seconds_per_step": None
+            if wire_bytes is None or compute is None
+            else cost.least_lost_seconds(wire_bytes, compute),
         },
         "fix": finding.fix,
         "proof": {"a": finding.proof.a, "b": finding.proof.b, "expect": finding.proof.expect},

@@ -30,6 +30,7 @@ class Scene:
     predictions: Reading[tuple[Prediction, ...]]
     measurements: tuple[Measurement, ...] = ()
     wire_bytes_per_step: int | None = None
+    compute_seconds_per_step: float | None = None
 
     @property
     def cards(self) -> tuple[GpuCard, ...]:

@@ -9,8 +9,11 @@ from typing import Any, Literal, cast
 
 import yaml
 
+from shardwise.facts import catalog
 from shardwise.facts.machine.pci import GENERATION_BY_GT
 from shardwise.facts.machine.record import GpuCard, GpuPair, Machine, PathType, Unreadable
+from shardwise.facts.machine.wires import bytes_per_s_of_one_link, nvlink_entry, pcie_entry
+from shardwise.vocabulary.cluster import Link
 from shardwise.vocabulary.units import GB
 
 Verdict = Literal["good", "warn", "fail"]
@@ -33,11 +36,6 @@ def _data() -> dict[str, Any]:
 def value(name: str) -> float:
     """A single figure."""
     return float(_data()[name]["value"])
-
-
-def typical_fraction(link: str) -> float:
-    """Share of the one-way headline that a large collective typically reaches."""
-    return float(_data()["typical_fraction"][link]["value"])
 
 
 def judge(rule: str, fraction: float) -> Verdict:
@@ -101,6 +99,7 @@ def nvlink_headline(pair: GpuPair, machine: Machine) -> float | None:
     """One-way NVLink rate between two cards, in bytes a second; None without NVLink, or if nothing tells it.
 
     Where the driver says that NVLink joins them but not by how many links, the model's number is taken.
+    A pair that NVLink joins never falls back to the rate of PCIe: that would call an idle NVLink nearly healthy.
     """
     if isinstance(machine.gpus, Unreadable) or pair.path != PathType.NVLINK:
         return None
@@ -115,34 +114,52 @@ def nvlink_headline(pair: GpuPair, machine: Machine) -> float | None:
     return None if per_link is None else links * per_link
 
 
+def nvlink_of(card: GpuCard) -> Link | None:
+    """The catalogue's NVLink of a card."""
+    capability = card.compute_capability
+    return nvlink_entry(card.name, None if isinstance(capability, Unreadable) else capability)
+
+
 def nvlink_rate(card: GpuCard) -> float | None:
-    """One-way bytes a second of one NVLink of a card."""
-    table = _data()["nvlink_bytes_per_s_per_link"]
-    for name, rate in table["by_card"].items():
-        if name in card.name:
-            return float(rate)
+    """One-way bytes a second of one NVLink of a card: the catalogue's, else the driver's line rate."""
+    entry = nvlink_of(card)
+    if entry is not None:
+        return bytes_per_s_of_one_link(entry)
     links = () if isinstance(card.nvlinks, Unreadable) else card.nvlinks
-    versions = [link.version for link in links if not isinstance(link.version, Unreadable)]
-    by_version = table["by_version"].get(versions[0]) if versions else None
-    if by_version is not None:
-        return float(by_version)
     speeds = [link.speed_bytes_per_s for link in links if not isinstance(link.speed_bytes_per_s, Unreadable)]
     return min(speeds, default=None)
 
 
+def nvlink_fraction(card: GpuCard) -> float:
+    """Share of a card's NVLinks that large collectives typically reach as bus bandwidth."""
+    entry = nvlink_of(card)
+    return (catalog.link("nvlink4") if entry is None else entry).attained_fraction
+
+
 def typical_rate(pair: GpuPair, machine: Machine, transport: str) -> float | None:
-    """Bus bandwidth that large collectives typically reach between two cards over a transport, bytes a second."""
+    """Bus bandwidth that large collectives typically reach between two cards over a transport, bytes a second.
+
+    Headline and attained share are the link catalogue's, as the planner's are. None if nothing tells the link.
+    """
     if isinstance(machine.gpus, Unreadable):
         return None
-    if transport == "P2P" and (nvlink := nvlink_headline(pair, machine)):
-        return nvlink * typical_fraction("nvlink")
+    if transport == "P2P" and pair.path == PathType.NVLINK:
+        headline = nvlink_headline(pair, machine)
+        return None if headline is None else headline * nvlink_fraction(machine.gpus[pair.a])
     if transport == "NET/Socket":
-        return value("net_socket_intra_node_bytes_per_s")
-    rates = [pcie_headline(machine.gpus[index], machine) for index in (pair.a, pair.b)]
+        loopback = catalog.link("loopback")
+        return loopback.bandwidth_bytes_per_s * loopback.attained_fraction
+    rates = [_typical_pcie(machine.gpus[index], machine, transport) for index in (pair.a, pair.b)]
     known = [rate for rate in rates if rate is not None]
-    if not known:
+    return min(known, default=None)
+
+
+def _typical_pcie(card: GpuCard, machine: Machine, transport: str) -> float | None:
+    headline = pcie_headline(card, machine)
+    if headline is None or isinstance(card.pcie_gen_max, Unreadable) or isinstance(card.pcie_width, Unreadable):
         return None
-    return min(known) * typical_fraction("pcie_p2p" if transport == "P2P" else "shm")
+    entry = pcie_entry(card.pcie_gen_max, card.pcie_width, through_host=transport != "P2P")
+    return headline * entry.attained_fraction
 
 
 def model_path_rate(pair: GpuPair, machine: Machine) -> float | None:

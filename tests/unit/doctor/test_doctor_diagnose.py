@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from machines.builder import Spec, build
-from machines.catalog import a6000, eight_h100, rtx4090
+from machines.catalog import a6000, eight_h100, h200_vm, rtx4090
 
 from shardwise.doctor.checks import ALL_CHECKS
 from shardwise.doctor.diagnose import Diagnosis, DoctorOptions, Verdict, diagnose, examine, gather
@@ -224,6 +224,19 @@ def test_trials_with_switches_measure_both_ways(tmp_path: Path) -> None:
     assert trials["ring"]["NCCL_ALGO"] == "Ring"
 
 
+def test_two_cards_need_no_trial_that_shows_nothing_new(tmp_path: Path) -> None:
+    """Every trial costs a start of all ranks; NVLS off is no suspect on two cards, and a ring is what NCCL takes."""
+
+    def variants(name: str, **environment: str) -> list[str]:
+        spec = h200_vm(2, environment={"NCCL_NVLS_ENABLE": "0", **environment})
+        scene = scene_of(spec, tmp_path / name)
+        return [trial.variant for trial in plan_trials(scene, spec.environment, risky=False)]
+
+    assert variants("good") == ["p2p_off", "as_set"]
+    assert variants("host", NCCL_P2P_DISABLE="1") == ["as_set", "no_switches"]
+    assert variants("net", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1") == ["p2p_off", "as_set", "no_switches"]
+
+
 @pytest.mark.parametrize(
     ("value", "cards"), [(None, (0, 1, 2, 3)), ("2,0", (2, 0)), ("1,9,0", (1,)), ("", ()), ("-1", ())]
 )
@@ -424,7 +437,7 @@ class FakeNvml(types.SimpleNamespace):
         return 0
 
     def nvmlDeviceGetNvLinkVersion(self, handle: int, link: int) -> int:
-        return 3
+        return 5  # 3.1
 
     def nvmlDeviceGetTopologyCommonAncestor(self, a: int, b: int) -> int:
         return 30

@@ -151,4 +151,4 @@ def test_nvlink_that_only_the_p2p_status_tells(tmp_path: Path) -> None:
     assert not isinstance(found, Unreadable)
     assert all(p.joined_by_nvlink for p in found)
     assert isinstance(found[0].pair.num_nvlinks, Unreadable)
-    assert nvlink_headline(found[0].pair, machine) is None  # 18 links, but no speed to multiply
+    assert nvlink_headline(found[0].pair, machine) == 450e9  # the model's links at the catalogue's rate

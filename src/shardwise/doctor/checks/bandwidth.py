@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardwise.doctor.findings import AbTest, Answer, Certainty, Check, Cost, Evidence, Finding, Gap, Severity
 from shardwise.doctor.measurements import Measurement
 from shardwise.doctor.scene import Scene
-from shardwise.doctor.thresholds import judge, limit, min_bytes, nvlink_headline, pcie_headline, typical_fraction
+from shardwise.doctor.thresholds import judge, limit, min_bytes, nvlink_headline, pcie_headline, typical_rate, value
 from shardwise.facts.machine.record import PathType
 from shardwise.vocabulary.units import format_bandwidth, format_bytes
 
@@ -31,7 +31,7 @@ def look(scene: Scene) -> Iterator[Answer]:
             continue
         verdict = judge(rule, found.bytes_per_s / headline)
         if verdict != "good":
-            yield _finding(found, rule, headline, grave=verdict == "fail")
+            yield _finding(scene, found, rule, headline)
     yield from _symmetry(scene)
 
 
@@ -71,9 +71,10 @@ def _headline(scene: Scene, found: Measurement, *, nvlink: bool) -> float | None
     return min(known) if known and len(known) == len(rates) else None
 
 
-def _finding(found: Measurement, rule: str, headline: float, *, grave: bool) -> Finding:
-    kind = {"nvlink_all_reduce": "nvlink", "shm_all_reduce": "shm"}.get(rule, "pcie_p2p")
+def _finding(scene: Scene, found: Measurement, rule: str, headline: float) -> Finding:
     share = found.bytes_per_s / headline
+    grave = judge(rule, share) == "fail"
+    expected = value("pcie_copy_fraction") * headline if found.kind == "peer_copy" else _typical(scene, found)
     return Finding(
         check=CHECK.id,
         subject=f"{found.kind} over {found.transport or 'the link'}",
@@ -95,12 +96,17 @@ def _finding(found: Measurement, rule: str, headline: float, *, grave: bool) -> 
             b="NCCL_ALGO=Ring shardwise doctor --run",
             expect="a wire fault stays, a tuning fault goes away",
         ),
-        cost=Cost(
-            actual_bytes_per_s=found.bytes_per_s,
-            expected_bytes_per_s=typical_fraction(kind) * headline,
-            basis="measured",
-        ),
+        cost=None
+        if expected is None
+        else Cost(actual_bytes_per_s=found.bytes_per_s, expected_bytes_per_s=expected, basis="measured"),
     )
+
+
+def _typical(scene: Scene, found: Measurement) -> float | None:
+    """What the slowest pair of the cards that were measured typically reaches over that transport."""
+    pairs = [pair for pair in scene.machine.pairs if {pair.a, pair.b} <= set(found.gpus)]
+    rates = [typical_rate(pair, scene.machine, found.transport) for pair in pairs]
+    return min((rate for rate in rates if rate is not None), default=None)
 
 
 def _symmetry(scene: Scene) -> Iterator[Finding]:

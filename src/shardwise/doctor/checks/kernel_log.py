@@ -18,8 +18,8 @@ _PATTERNS: tuple[tuple[re.Pattern[str], Severity, str, str], ...] = (
      "Reset the GPU; seat the bridge again or have the baseboard looked at."),
     (re.compile(r"Xid.*: 31,"), Severity.RISK, "a GPU touched memory that was not mapped (Xid 31)",
      "Often a program's fault; on peer traffic look at the IOMMU."),
-    (re.compile(r"AER:.*(?:Uncorrected|Uncorrectable|fatal)", re.IGNORECASE), Severity.FAULT, "PCIe reported uncorrected errors",
-     "Reseat the card, change the riser or cable."),
+    (re.compile(r"AER:.*(?:Uncorrected|Uncorrectable|fatal)", re.IGNORECASE), Severity.FAULT,
+     "PCIe reported uncorrected errors", "Reseat the card, change the riser or cable."),
     (re.compile(r"mlx5.*(?:link down|Port.*down)", re.IGNORECASE), Severity.RISK, "an adapter's link went down",
      "Look at cable and switch port."),
 )  # fmt: skip

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from shardwise.doctor.findings import AbTest, Answer, Certainty, Check, Evidence, Finding, Severity, gap
 from shardwise.doctor.log_records import version_numbers
 from shardwise.doctor.measurements import Measurement
+from shardwise.doctor.relevance import why_no_effect
 from shardwise.doctor.scene import Scene, edges_inside_hosts
 from shardwise.doctor.switches import Setting, Variable, variables
 from shardwise.doctor.transport import Prediction
-from shardwise.facts.machine.record import Unreadable
 from shardwise.vocabulary.units import format_bandwidth, format_bytes
 
 _LAUNCHER_FIXED = (550, 40, 7)
-_HOPPER = (9, 0)
 
 
 def look(scene: Scene) -> Iterator[Answer]:
@@ -32,7 +31,7 @@ def look(scene: Scene) -> Iterator[Answer]:
 
 
 def _judge(scene: Scene, variable: Variable, setting: Setting) -> Finding:
-    if (why := _no_effect(scene, variable, setting)) is not None:
+    if (why := why_no_effect(scene, variable, setting)) is not None:
         return _finding(
             scene,
             variable,
@@ -74,35 +73,6 @@ def _without_machine(scene: Scene, variable: Variable, setting: Setting) -> Find
         return _finding(scene, variable, setting, Severity.RISK, headline)
     seen = Evidence(what=f"edge {edge.source_rank} -> {edge.target_rank}", value=edge.via, source=f"log of {edge.host}")
     return _finding(scene, variable, setting, Severity.LOSS, headline, (seen,))
-
-
-def _no_effect(scene: Scene, variable: Variable, setting: Setting) -> str | None:
-    """Why a switch rules nothing on this hardware; None if it may."""
-    cards, readable = scene.cards, not isinstance(scene.machine.gpus, Unreadable)
-    if variable.scope in ("p2p", "intra"):
-        if readable and len(cards) < 2:
-            return "there are not two cards"
-        predictions = scene.known_predictions
-        if variable.scope == "p2p" and predictions and not any(found.p2p_possible for found in predictions):
-            return "the driver lets no two of these cards reach each other anyway"
-    elif variable.scope == "verbs":
-        if not scene.ib_ports and not isinstance(scene.machine.ib_ports, Unreadable):
-            return "this machine has no InfiniBand or RoCE adapter"
-        if scene.several_nodes is False:
-            return "the job runs on one machine"
-    elif variable.scope == "network" and scene.several_nodes is False:
-        return "the job runs on one machine"
-    elif variable.scope == "nvls" and readable:
-        switched = any(
-            not isinstance(card.compute_capability, Unreadable)
-            and card.compute_capability >= _HOPPER
-            and not isinstance(card.nvlinks, Unreadable)
-            and any(link.remote_is_switch is True for link in card.nvlinks)
-            for card in cards
-        )
-        if not switched:
-            return "these cards have no NVLink switch with multicast"
-    return None
 
 
 def _blocking(scene: Scene, variable: Variable, setting: Setting, blocked: list[Prediction]) -> Finding:

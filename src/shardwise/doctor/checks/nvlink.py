@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardwise.doctor.findings import AbTest, Answer, Certainty, Check, Cost, Evidence, Finding, Severity, gap
 from shardwise.doctor.scene import Scene
-from shardwise.doctor.thresholds import expected_links, nvlink_rate, typical_fraction
+from shardwise.doctor.thresholds import expected_links, nvlink_fraction, nvlink_rate
 from shardwise.facts.machine.record import GpuCard, NvLink, Unreadable
 
 _SWITCHED = ("SXM", "HGX", "H100 80GB HBM3", "H200", "B200", "B300", "GB200")
@@ -82,7 +82,7 @@ def _cost(card: GpuCard, active: int, wanted: int) -> Cost | None:
     per_link = nvlink_rate(card)
     if per_link is None or active == 0:
         return None
-    share = typical_fraction("nvlink")
+    share = nvlink_fraction(card)
     return Cost(
         actual_bytes_per_s=share * per_link * active,
         expected_bytes_per_s=share * per_link * wanted,

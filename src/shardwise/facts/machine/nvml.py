@@ -1,7 +1,8 @@
 """NVML's answers as plain data, and as cards and pairs.
 
 `ask_nvml` calls pynvml (package nvidia-ml-py, optional, loaded here only) and keeps what it says as dictionaries, so
-that a recording can hold them. A call that fails becomes an `Unreadable` with NVML's own word for it.
+that a recording can hold them. A call that fails becomes an `Unreadable` with NVML's own word for it. A call that ends
+the process is survived by asking in a child: see `child.read_nvml`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ T = TypeVar("T")
 _NUM_LINKS = 18
 _FIELD_SPEED, _FIELD_TX, _FIELD_RX = 90, 138, 139
 """NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON, ..._THROUGHPUT_DATA_TX, ..._THROUGHPUT_DATA_RX (KiB)."""
+_FIELD_LINK_SPEED = 164
+"""NVML_FI_DEV_NVLINK_GET_SPEED, of one link (the scope), MB/s; newer drivers answer this one only."""
 _ALL_LINKS = 0xFFFFFFFF
 _LINK_ERRORS = {"replay": 0, "recovery": 1, "crc_flit": 2}
 _SWITCH = 2
+_NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
+"""NVML_NVLINK_VERSION_*: codes for 1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0, 6.0, not generations."""
 _NOT_SUPPORTED = ("NotSupported", "FunctionNotFound")
 _FABRIC_STATES = {0: None, 1: "not_started", 2: "in_progress", 3: "completed"}
 _SLOWDOWNS = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "thermal (software)", 0x40: "thermal (hardware)",
@@ -103,7 +108,7 @@ def _ask_card(module: Any, handle: Any) -> dict[str, Any]:
 def _ask_links(module: Any, handle: Any) -> Any:
     """Every link of the card; an empty list where NVML says that the card has none."""
     links: list[dict[str, Any]] = []
-    speed = _field(module, handle, _FIELD_SPEED)
+    common = _field(module, handle, _FIELD_SPEED)
     for index in range(_NUM_LINKS):
         state = _ask(module.nvmlDeviceGetNvLinkState, handle, index)
         if isinstance(state, Unreadable):
@@ -113,6 +118,7 @@ def _ask_links(module: Any, handle: Any) -> Any:
             return state
         remote = _ask(module.nvmlDeviceGetNvLinkRemotePciInfo, handle, index)
         kind = _ask(module.nvmlDeviceGetNvLinkRemoteDeviceType, handle, index)
+        speed = _field(module, handle, _FIELD_LINK_SPEED, index) if isinstance(common, Unreadable) else common
         errors = {name: _ask(module.nvmlDeviceGetNvLinkErrorCounter, handle, index, code)
                   for name, code in _LINK_ERRORS.items()}  # fmt: skip
         links.append({
@@ -218,10 +224,16 @@ def _link(index: int, data: Mapping[str, Any]) -> NvLink:
         active=bool(data["active"]),
         remote=data["remote"],
         remote_is_switch=data["remote_is_switch"],
-        version=data["version"],
+        generation=_generation(data["version"]),
         speed_bytes_per_s=data["speed_bytes_per_s"],
         errors=cast("dict[str, int]", data.get("errors", {})),
     )
+
+
+def _generation(code: Any) -> Reading[int]:
+    if isinstance(code, Unreadable):
+        return code
+    return _NVLINK_GENERATIONS.get(int(code), Unreadable(why=f"NVML: unknown NVLink version {code}"))
 
 
 def ancestor_path(code: Any) -> Reading[PathType]:

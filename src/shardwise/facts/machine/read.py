@@ -10,7 +10,8 @@ from typing import Any
 
 from shardwise.errors import UsageError
 from shardwise.facts.machine import host, network
-from shardwise.facts.machine.nvml import ancestor_path, ask_nvml, both_ways, nvml_card
+from shardwise.facts.machine.child import read_nvml
+from shardwise.facts.machine.nvml import ancestor_path, both_ways, nvml_card
 from shardwise.facts.machine.pci import GENERATION_BY_GT, pci_path, read_pci
 from shardwise.facts.machine.record import (
     GpuCard,
@@ -54,7 +55,7 @@ def read_machine(root: Path | str = "/", *, pids: tuple[int, ...] = (), record_t
 
 def _answers(root: Path) -> Answers:
     if root == Path("/"):
-        return live_answers(ask_nvml())
+        return live_answers(read_nvml())
     try:
         return read_answers(root / ANSWERS_FILE)
     except (OSError, ValueError, TypeError, json.JSONDecodeError) as error:

@@ -114,8 +114,10 @@ class NvLink:
     remote: Reading[str]
     """PCI address of the other end."""
     remote_is_switch: Reading[bool]
-    version: Reading[int]
+    generation: Reading[int]
+    """2 on V100, 3 on A100, 4 on H100, 5 on B200."""
     speed_bytes_per_s: Reading[float]
+    """Line rate, line coding included: above what the data sheet promises."""
     errors: Mapping[str, int] = field(default_factory=dict[str, int])
     """Counters by name (replay, recovery, crc_flit), those that are readable."""
 

@@ -274,7 +274,7 @@ def read_answers(path: Path) -> Answers:
     if not isinstance(data, dict):
         raise ValueError(f"{path}: not a recording of a machine")
     values = cast("dict[str, Any]", data)
-    known: dict[str, Any] = {name: _from_plain(value) for name, value in values.items()}
+    known: dict[str, Any] = {name: from_plain(value) for name, value in values.items()}
     for name in ("affinity",):
         if isinstance(known.get(name), list):
             known[name] = frozenset(known[name])
@@ -287,7 +287,7 @@ def read_answers(path: Path) -> Answers:
 
 def write_answers(answers: Answers, path: Path) -> None:
     """Writes a recording's answers. The environment is cut down to what NCCL and launchers read."""
-    plain = {name: _to_plain(getattr(answers, name)) for name in answers.__dataclass_fields__}
+    plain = {name: to_plain(getattr(answers, name)) for name in answers.__dataclass_fields__}
     kept = ("NCCL_", "TORCH_NCCL_", "SLURM_", "OMPI_")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES"}
     plain["environment"] = {
@@ -296,23 +296,25 @@ def write_answers(answers: Answers, path: Path) -> None:
     path.write_text(json.dumps(plain, indent=1, sort_keys=True) + "\n")
 
 
-def _to_plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """Plain data for JSON; an `Unreadable` becomes a table that `from_plain` knows."""
     if isinstance(value, Unreadable):
         return {"unreadable": value.why, "command": value.command}
     if isinstance(value, frozenset | tuple | list):
         items = cast("frozenset[Any] | tuple[Any, ...] | list[Any]", value)
-        return sorted(items) if isinstance(items, frozenset) else [_to_plain(item) for item in items]
+        return sorted(items) if isinstance(items, frozenset) else [to_plain(item) for item in items]
     if isinstance(value, Mapping):
-        return {str(name): _to_plain(item) for name, item in cast("Mapping[str, Any]", value).items()}
+        return {str(name): to_plain(item) for name, item in cast("Mapping[str, Any]", value).items()}
     return value
 
 
-def _from_plain(value: Any) -> Any:
+def from_plain(value: Any) -> Any:
+    """The way back from `to_plain`; sets and tuples stay lists."""
     if isinstance(value, dict):
         table = cast("dict[str, Any]", value)
         if "unreadable" in table:
             return Unreadable(why=str(table["unreadable"]), command=str(table.get("command", "")))
-        return {name: _from_plain(item) for name, item in table.items()}
+        return {name: from_plain(item) for name, item in table.items()}
     if isinstance(value, list):
-        return [_from_plain(item) for item in cast("list[Any]", value)]
+        return [from_plain(item) for item in cast("list[Any]", value)]
     return value

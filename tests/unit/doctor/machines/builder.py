@@ -150,9 +150,9 @@ def chipset_slot() -> tuple[str, ...]:
 
 
 def switched_links(
-    count: int, *, down: Sequence[int] = (), version: int = 4, speed: float = 26.562e9
+    count: int, *, down: Sequence[int] = (), version: int = 6, speed: float = 26.562e9
 ) -> tuple[dict[str, Any], ...]:
-    """Links to NVSwitches."""
+    """Links to NVSwitches. `version` is NVML's code: 6 is NVLink 4.0, 4 is 3.0."""
     return tuple(
         {
             "active": index not in down,
@@ -173,7 +173,7 @@ def bridged_links(count: int, peer: str, *, down: Sequence[int] = ()) -> tuple[d
             "active": index not in down,
             "remote": peer,
             "remote_is_switch": False,
-            "version": 3,
+            "version": 5,
             "speed_bytes_per_s": 14.062e9,
             "errors": {},
         }

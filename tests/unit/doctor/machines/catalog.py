@@ -69,6 +69,23 @@ def hca(device: str = "mlx5_0", *, index: int = 9, switch: int = 0, **changes: o
     return Port(device=device, place=below_switch(index, switch=switch), **changes)  # type: ignore[arg-type] # passed through to the port
 
 
+def h200_vm(count: int, **changes: object) -> Spec:
+    """Cards of an HGX board lent to a virtual machine: every link is there, at a made-up place of the PCI tree."""
+    cards = [
+        Card(
+            name="NVIDIA H200",
+            place=("pci0000:00", f"0000:00:{6 + index:02x}.0"),
+            capability=(9, 0),
+            gen=5,
+            gen_max=5,
+            gen_card=5,
+            links=switched_links(18),
+        )
+        for index in range(count)
+    ]
+    return Spec(cards=cards, hypervisor="Firecracker", topology_file=True, **changes)  # type: ignore[arg-type] # passed through to the spec
+
+
 def eight_h100(**changes: object) -> Spec:
     return Spec(cards=[h100(index) for index in range(8)], num_cpus=64, **changes)  # type: ignore[arg-type] # passed through to the spec
 
@@ -79,7 +96,7 @@ A100_VM = Spec(
             name="NVIDIA A100-SXM4-80GB",
             place=(f"pci000{i}:00", f"000{i}:00:00.0"),
             capability=(8, 0),
-            links=switched_links(12, version=3),
+            links=switched_links(12, version=4),
             fabric=(0, 0),
         )
         for i in range(8)
@@ -129,7 +146,34 @@ CASES: dict[str, Case] = {
         notes=["nccl-switches", "p2p-refused"],
         words=["no effect here"],
     ),
+    "2xh200-without-nvls": Case(
+        spec=h200_vm(2, environment={"NCCL_NVLS_ENABLE": "0"}),
+        notes=["nccl-switches"],
+        words=["no effect here", "takes a ring anyway"],
+    ),
+    "4xh200-ring-forced": Case(spec=h200_vm(4, environment={"NCCL_ALGO": "Ring"}), notes=["nccl-switches"]),
+    "red-herring-socket-without-adapter": Case(
+        spec=Spec(cards=[a6000(i) for i in range(2)], environment={"NCCL_NET": "Socket", "NCCL_PXN_DISABLE": "1"}),
+        notes=["nccl-switches"],
+        words=["TCP anyway"],
+    ),
+    "red-herring-no-ll128-on-pcie": Case(
+        spec=Spec(cards=[a6000(i) for i in range(2)], environment={"NCCL_PROTO": "^LL128", "NCCL_BUFFSIZE": "4194304"}),
+        notes=["nccl-switches"],
+    ),
+    "red-herring-algo-on-one-card": Case(
+        spec=Spec(cards=[rtx4090(0)], environment={"NCCL_ALGO": "Tree"}), notes=["nccl-switches"]
+    ),
     # sick machines
+    "8xh100-without-nvls": Case(
+        spec=eight_h100(environment={"NCCL_NVLS_ENABLE": "0"}),
+        findings=["nccl-switches"],
+        words=["no longer add up all_reduce"],
+    ),
+    "8xh100-tree-forced": Case(spec=eight_h100(environment={"NCCL_ALGO": "Tree"}), findings=["nccl-switches"]),
+    "2xa6000-ll-forced": Case(
+        spec=Spec(cards=[a6000(i) for i in range(2)], environment={"NCCL_PROTO": "LL"}), findings=["nccl-switches"]
+    ),
     "2x4090-x8x8": Case(
         spec=Spec(
             cards=[rtx4090(0, width=8), rtx4090(1, width=8)],
@@ -240,7 +284,8 @@ CASES: dict[str, Case] = {
             ],
         ),
         pids=[1000],
-        findings=["rank-differences", "nccl-switches"],
+        findings=["rank-differences"],
+        notes=["nccl-switches"],
         words=["NCCL_ALGO differs between ranks"],
     ),
     "p2p-disabled-on-nvlink": Case(
