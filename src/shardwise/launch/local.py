@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import logging
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise import errors
 from shardwise.errors import ShardwiseError, TrainingError, UsageError
 from shardwise.launch.environment import NodeEnvironment, node_environment, rank_environment
+from shardwise.vocabulary import last_words
 
 _MAX_CUDA_THREADS = 8
 """Host threads of a rank that computes on a card: it only launches kernels and builds batches."""
@@ -100,11 +97,12 @@ def launch(entry: Callable[..., Any], args: tuple[Any, ...], options: LaunchOpti
 def _run_rank(entry: Callable[..., Any], args: tuple[Any, ...], error_folder: str) -> Any:
     """What a started process runs: the entry, with its error kept in a file."""
     _die_with_parent()
+    os.environ[last_words.FOLDER_VARIABLE] = error_folder
     try:
         return entry(*args)
     except BaseException as error:
         if not (isinstance(error, SystemExit) and not error.code):
-            _write_error(Path(error_folder), int(os.environ.get("RANK", "0")), error)
+            last_words.leave(int(os.environ.get("RANK", "0")), error)
         raise
 
 
@@ -140,44 +138,17 @@ def _elastic(
     return results[min(results)]
 
 
-def _write_error(folder: Path, rank: int, error: BaseException) -> None:
-    record = {
-        "rank": rank,
-        "time": time.time(),
-        "class": type(error).__name__,
-        "module": type(error).__module__,
-        "problems": list(error.problems) if isinstance(error, ShardwiseError) else [str(error)],
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-    unfinished = folder / f"rank-{rank}.part"
-    unfinished.write_text(json.dumps(record))
-    unfinished.replace(folder / f"rank-{rank}.json")
-
-
 def _first_error(folder: Path, failures: Mapping[int, Any]) -> ShardwiseError:
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    said = last_words.read(folder)
     killed = [failure for failure in failures.values() if failure.exitcode < 0]
-    said = sorted(records, key=lambda record: record["time"])
-    if killed and not any(record["module"] == errors.__name__ for record in said):
+    if killed and not any(map(last_words.is_ours, said)):
         # A rank that was killed says nothing; the others' complaints about the lost connection are its echo.
         first = min(killed, key=lambda failure: failure.timestamp)
         return TrainingError(_death_notice(first.local_rank, -first.exitcode))
     if not said:
         codes = ", ".join(f"rank {rank}: {failure.exitcode}" for rank, failure in failures.items())
         return TrainingError(f"The ranks ended without a word (exit codes {codes}). Their output above may say why.")
-    return _as_error(next((record for record in said if record["module"] == errors.__name__), said[0]))
-
-
-def _as_error(record: Mapping[str, Any]) -> ShardwiseError:
-    """The rank's own error, if it is one of ours; otherwise a TrainingError with the traceback in a note."""
-    kind = getattr(errors, record["class"], None) if record["module"] == errors.__name__ else None
-    if isinstance(kind, type) and issubclass(kind, ShardwiseError):
-        error = kind.__new__(kind)
-        ShardwiseError.__init__(error, *record["problems"])
-        return error
-    error = TrainingError(f"Rank {record['rank']} failed: {record['class']}: {record['problems'][0]}")
-    error.add_note(record["traceback"])
-    return error
+    return last_words.as_error(next(filter(last_words.is_ours, said), said[0]))
 
 
 def _death_notice(rank: int, number: int) -> str:

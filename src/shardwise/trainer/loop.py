@@ -7,6 +7,7 @@ so every rank knows the same loss and takes the same decisions at the same step.
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Mapping
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import TrainingError
 from shardwise.trainer.checkpoint import AppState, Checkpointer
 from shardwise.trainer.evaluate import held_out_loss
 from shardwise.trainer.feeder import DataSource, Feeder
@@ -24,15 +24,13 @@ from shardwise.trainer.meter import Meter, StepClock, StepTokens
 from shardwise.trainer.model import Skeleton
 from shardwise.trainer.progress import Progress
 from shardwise.trainer.schedule import Schedule
-from shardwise.trainer.sentinels import check_buffers, check_gradients, check_ties
+from shardwise.trainer.sentinels.hang import HangWatch
+from shardwise.trainer.sentinels.watch import StepWatch
 from shardwise.trainer.signals import Signals
 from shardwise.trainer.state import DataPosition, RunState
 from shardwise.trainer.step import StepOutcome, Stepper
 from shardwise.trainer.tracking import Tracking
 from shardwise.vocabulary.run import RunFile
-
-MAX_SKIPPED_IN_A_ROW = 5
-"""Steps without an update, because the norm was not finite, after which a run is given up."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,6 +51,8 @@ class LoopParts:
     """On rank 0 only."""
     progress: Progress
     meter: Meter
+    watch: StepWatch
+    hang: HangWatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,6 @@ class Loop:
         self._pending: _Pending | None = None
         self._window = _Window()
         self._losses: list[float] = []
-        self._skipped_in_a_row = 0
         self._stop = 0
         self._save = False
 
@@ -121,6 +120,7 @@ class Loop:
         finally:
             self._signals.restore()
             feeder.close()
+            parts.watch.close()
             parts.progress.close()
         return LoopResult(
             num_steps=parts.position.next_step,
@@ -135,27 +135,27 @@ class Loop:
         is_first = step == parts.position.next_step and not self._losses and self._pending is None
         for group in parts.stepper.optimizer.param_groups:
             group["lr"] = parts.schedule.at(step)
+        parts.hang.at(f"step {step + 1}: reading its batches")
         batches = feeder.take(step)
+        parts.watch.begin(step, batches)
+        parts.hang.at(f"step {step + 1}: forward and backward")
         with parts.meter.step(step) as clock:
             outcome = parts.stepper.run(
                 feeder.on_device(batches),
                 len(batches),
                 plan.num_supervised_tokens(step),
-                after_backward=self._check_first_backward if is_first else None,
+                after_backward=functools.partial(parts.watch.backward, step),
             )
+        parts.watch.end(step)
         handed = _hand_over(step, outcome, clock, sum(batch.input_ids.numel() for batch in batches))
         self._settle()
         self._pending = handed
         parts.position.next_step = step + 1
+        parts.watch.boundary(step + 1, is_last=step + 1 == plan.num_steps)
         if is_first:
-            check_buffers(parts.skeleton.model, parts.skeleton.buffers)
-            check_ties(parts.skeleton.model, parts.skeleton.aliases)
             gc.collect()
             gc.freeze()  # model and optimizer are here to stay: the collector need not look at them again
         self._at_boundary(step + 1)
-
-    def _check_first_backward(self) -> None:
-        check_gradients(self._parts.skeleton.model)
 
     def _settle(self) -> None:
         """Reads the numbers of the step before, exchanges them with the other ranks, logs them."""
@@ -167,34 +167,29 @@ class Loop:
         share, norm, skipped = pending.host.tolist()
         parts = self._parts
         signals = self._signals
-        numbers = (share, pending.clock.seconds(), pending.num_padded, signals.stop, signals.save)
-        mine = torch.tensor(numbers, dtype=torch.float64)
+        parts.hang.at(f"step {pending.step + 1}: exchange of its numbers")
+        own = (share, pending.clock.seconds(), pending.num_padded, signals.stop, signals.save)
+        mine = torch.tensor([*own, *parts.watch.numbers(pending.step)], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(parts.stepper.mesh.control))]
         dist.all_gather(everyone, mine, group=parts.stepper.mesh.control)
-        shares, seconds, padded, stops, saves = torch.stack(everyone).unbind(1)
+        table = torch.stack(everyone)  # [ranks, numbers]
+        shares, seconds, padded, stops, saves = table[:, : len(own)].unbind(1)
         self._stop = self._stop or int(stops.max().item())
         self._save = self._save or bool(saves.max().item())
         signals.save = False
         copies = parts.stepper.mesh.copies
         real = parts.train.plan.num_tokens(pending.step)
         parts.meter.note_tokens(pending.step, StepTokens(real=real, padded=round(padded.sum().item()) // copies))
-        self._window.add(shares.sum().item() / copies, real, seconds.max().item())
-        self._count(pending.step, shares.sum().item() / copies, norm, skipped=bool(skipped))
+        loss = shares.sum().item() / copies
+        parts.watch.judge(pending.step, table[:, len(own) :], loss, norm)
+        self._window.add(loss, real, seconds.max().item())
+        self._count(pending.step, loss, norm, skipped=bool(skipped))
 
     def _count(self, step: int, loss: float, norm: float, *, skipped: bool) -> None:
         parts, plan = self._parts, self._parts.train.plan
         parts.state.num_tokens += plan.num_tokens(step)
         parts.state.num_skipped += skipped
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         self._losses.append(loss)
-        if skipped:
-            parts.progress.say(f"Step {step + 1}: the gradient's norm is {norm}; nothing was updated.")
-        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise TrainingError(
-                f"The gradient's norm was not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step {step + 1} "
-                f"(loss {loss:.4g}). Lower learning_rate ({parts.schedule.peak:g}), warm up longer, or look at the "
-                "data of these steps; the newest checkpoint is untouched."
-            )
         logs = (step + 1) % parts.run.logging_steps == 0 or step + 1 == plan.num_steps
         values = {
             **self._window.values(),
@@ -241,6 +236,7 @@ class Loop:
         """Held-out loss after `done` steps; logged as eval_loss."""
         parts = self._parts
         assert parts.held_out is not None, "no held-out set"
+        parts.hang.at("held-out evaluation", patient=True)
         loss = held_out_loss(parts.skeleton.model, parts.held_out, parts.stepper.mesh, parts.stepper.attention)
         values = {"eval_loss": loss, "epoch": done / parts.train.plan.steps_per_epoch}
         parts.progress.say(f"step {done}/{parts.train.plan.num_steps} | held-out loss {loss:.4f}")
@@ -260,6 +256,7 @@ class Loop:
                 "train_batch_size": parts.train.plan.options.micro_batch,
             },
         )
+        parts.hang.at(f"save of checkpoint-{done}", patient=True)
         extra: dict[str, Any] = {"trainer_state": trainer_state} if parts.stepper.mesh.is_first else {}
         parts.checkpointer.save(parts.app_state, done, blocking=bool(self._stop), **extra)
         parts.progress.say(f"step {done}/{parts.train.plan.num_steps} | checkpoint-{done}")

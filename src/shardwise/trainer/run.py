@@ -6,9 +6,11 @@ ranks compare their plans; a rank with other data or another order stops the run
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +42,25 @@ from shardwise.trainer.progress import Progress
 from shardwise.trainer.reference import check_first_loss
 from shardwise.trainer.schedule import schedule_of
 from shardwise.trainer.sentinels import check_buffers, check_ties, verify_wrapping, wrapped_classes
+from shardwise.trainer.sentinels.hang import HangLimits, HangWatch
+from shardwise.trainer.sentinels.out_of_memory import MemoryWitness
+from shardwise.trainer.sentinels.samples import check_effective_batch
+from shardwise.trainer.sentinels.watch import watch_of
+from shardwise.trainer.sentinels.world import check_world
 from shardwise.trainer.state import DataPosition, RunState, app_state
 from shardwise.trainer.step import Stepper
 from shardwise.trainer.tracking import Tracking
 from shardwise.trainer.weights import load_pretrained_sharded
 from shardwise.vocabulary import codec
+from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import LoraSettings
-from shardwise.vocabulary.measured import Sample
+from shardwise.vocabulary.measured import Measured, Sample
 from shardwise.vocabulary.run import RunFile
 from shardwise.vocabulary.strategy import Strategy
 
 __all__ = ["RunWishes", "build_model", "data_lengths", "run_training"]
 
-MEASURED_FILE, FINAL_FOLDER = "measured.json", "final"
+MEASURED_FILE, CLUSTER_FILE, FINAL_FOLDER = "measured.json", "cluster.yaml", "final"
 
 
 def run_training(run: RunFile, strategy: Strategy, wishes: RunWishes | None = None) -> str:
@@ -75,17 +83,59 @@ def run_training(run: RunFile, strategy: Strategy, wishes: RunWishes | None = No
     prepared = prepare_run(run, strategy, wishes)
     join_ranks(device)
     try:
-        mesh = build_mesh(strategy, device)
-        return _train(run, strategy, wishes, prepared, mesh)
+        start = RunStart(
+            run=run, strategy=strategy, wishes=wishes, prepared=prepared, mesh=build_mesh(strategy, device)
+        )
+        with guarded(start):
+            return _train(start)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _train(run: RunFile, strategy: Strategy, wishes: RunWishes, prepared: Prepared, mesh: RankMesh) -> str:
-    _compare_plans(prepared, mesh)
-    folder = Path(run.output_dir)
-    parts, sampler = _assemble(run, strategy, wishes, prepared, mesh)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunStart:
+    """Everything that is known when the ranks have met and nothing is built yet."""
+
+    run: RunFile
+    strategy: Strategy
+    wishes: RunWishes
+    prepared: Prepared
+    mesh: RankMesh
+    hang: HangWatch = field(init=False)
+    memory: MemoryWitness = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hang", HangWatch(HangLimits(stuck_s=self.run.hang_timeout)))
+        object.__setattr__(self, "memory", MemoryWitness(Path(self.run.output_dir), self.strategy, self.mesh))
+
+
+@contextlib.contextmanager
+def guarded(start: RunStart) -> Generator[None]:
+    """First the world, the data and the batch are as planned; then, inside, hangs and full memory are explained.
+
+    Raises:
+        PlanMismatchError: Something is not as planned.
+        TrainingError: What is inside has run out of memory.
+    """
+    with start.hang.running(), start.memory.explaining():
+        _compare_plans(start.prepared, start.mesh)
+        check_effective_batch(start.prepared.plan, start.strategy)
+        said = check_world(start.mesh, start.strategy, _planned_cluster(Path(start.run.output_dir)))
+        Progress(0, 0, speaks=start.mesh.is_first).say(said)
+        start.hang.at("building the model", patient=True)
+        yield
+
+
+def _planned_cluster(folder: Path) -> Cluster | None:
+    """The machines that the run folder's plan was made for; None if there is no plan (on this machine)."""
+    path = folder / CLUSTER_FILE
+    return codec.read_noun(Cluster, path) if path.is_file() else None
+
+
+def _train(start: RunStart) -> str:
+    run, strategy, mesh, folder = start.run, start.strategy, start.mesh, Path(start.run.output_dir)
+    parts, sampler = assemble(start)
     loop = Loop(parts)
     try:
         answers = _Answers(sampler, run.sample_prompt)
@@ -95,9 +145,10 @@ def _train(run: RunFile, strategy: Strategy, wishes: RunWishes, prepared: Prepar
             if parts.held_out is not None:
                 loop.evaluate(0)
         result = loop.run()
+        start.hang.at("finishing: answers, numbers, export, last save", patient=True)
         if not result.stopped_by:
             answers.take("after", parts.progress)
-        _finish(parts, result, answers, prepared, wishes)
+        _finish(parts, result, answers, start.prepared, start.wishes)
         parts.checkpointer.close()
         if result.stopped_by:
             parts.progress.say(
@@ -175,9 +226,13 @@ def _weights_folder(run: RunFile) -> str:
     )
 
 
-def _assemble(
-    run: RunFile, strategy: Strategy, wishes: RunWishes, prepared: Prepared, mesh: RankMesh
-) -> tuple[LoopParts, Sampler | None]:
+def assemble(start: RunStart) -> tuple[LoopParts, Sampler | None]:
+    """Builds everything that a run is made of, and goes on where a checkpoint stands if the run file says so.
+
+    Raises:
+        ShardwiseError: Whatever of it cannot be built, or is not as planned.
+    """
+    run, strategy, wishes, prepared, mesh = start.run, start.strategy, start.wishes, start.prepared, start.mesh
     folder, plan = Path(run.output_dir), prepared.plan
     progress = Progress(plan.num_steps, 0, speaks=mesh.is_first)
     checkpointer = Checkpointer(folder, SaveOptions(save_total_limit=run.save_total_limit))
@@ -195,6 +250,7 @@ def _assemble(
         max_grad_norm=run.max_grad_norm,
         attention=run.attn_implementation,
     )
+    start.memory.model, start.memory.optimizer = skeleton.model, optimizer
     position, state = DataPosition(plan), RunState()
     app = app_state(skeleton, optimizer, strategy, {"data": position, "run": state}, seed=run.seed)
     _resume(run, checkpointer, app, position, progress)
@@ -220,6 +276,8 @@ def _assemble(
         tracking=tracking,
         progress=Progress(plan.num_steps, position.next_step, speaks=mesh.is_first),
         meter=meter,
+        watch=watch_of(skeleton, stepper, plan, schedule, progress.say),
+        hang=start.hang,
     )
     sampler = None
     if run.sample_prompt is not None and prepared.tokenizer is not None:
@@ -303,6 +361,23 @@ class _Answers:
         return (Sample(prompt=self._prompt, before=self.taken.get("before", ""), after=self.taken.get("after", "")),)
 
 
+def _with_earlier(measured: Measured, path: Path) -> Measured:
+    """What this start has not measured, because it had too few steps, stays as an earlier start has left it."""
+    if not path.is_file():
+        return measured
+    earlier = codec.read_noun(Measured, path)
+    if earlier.strategy != measured.strategy:
+        return measured
+    if measured.step is None:  # not one timed step
+        return dataclasses.replace(
+            earlier,
+            num_steps=measured.num_steps,
+            held_out_loss_after=measured.held_out_loss_after or earlier.held_out_loss_after,
+        )
+    samples = measured.samples if any(one.before for one in measured.samples) else earlier.samples or measured.samples
+    return dataclasses.replace(measured, samples=samples)
+
+
 def _finish(parts: LoopParts, result: LoopResult, answers: _Answers, prepared: Prepared, wishes: RunWishes) -> None:
     """Numbers of the whole, what was measured, answers, and the exported model."""
     run, plan, folder = parts.run, prepared.plan, Path(parts.run.output_dir)
@@ -323,7 +398,7 @@ def _finish(parts: LoopParts, result: LoopResult, answers: _Answers, prepared: P
         command=wishes.command,
     )
     if parts.stepper.mesh.is_first:
-        (folder / MEASURED_FILE).write_text(codec.to_json(measured))
+        (folder / MEASURED_FILE).write_text(codec.to_json(_with_earlier(measured, folder / MEASURED_FILE)))
         state = parts.state.trainer_state(plan, result.num_steps, {})
         (folder / "trainer_state.json").write_text(codec.to_json(state))
     if run.save_final and not result.stopped_by:

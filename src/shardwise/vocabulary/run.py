@@ -79,6 +79,8 @@ class RunFile:
     max_grad_norm: float = 1.0
     """Clip the true global norm to this; 0 turns clipping off."""
     seed: int = 42
+    hang_timeout: float = 600.0
+    """Seconds without progress of any rank after which the run ends, naming the rank and the collective; 0: never."""
 
     # -- what is trained
     tuning: TuningWish | None = None
