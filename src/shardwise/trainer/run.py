@@ -406,6 +406,18 @@ def _finish(parts: LoopParts, result: LoopResult, answers: _Answers, prepared: P
             parts.skeleton.adapted,
             folder / FINAL_FOLDER,
             tokenizer=prepared.tokenizer,
-            options=ExportOptions(base_model=run.model_name_or_path, datasets=(run.dataset_name or "",)),
+            options=ExportOptions(
+                base_model=run.model_name_or_path,
+                datasets=(run.dataset_name or "",),
+                dtype=_export_dtype(run, prepared.config),
+            ),
         )
         parts.progress.say(f"Exported {report.num_tensors} tensors to {report.folder}")
+
+
+def _export_dtype(run: RunFile, config: Any) -> torch.dtype:
+    """What the model came in, so that it leaves as it came; the fp32 masters stay in the checkpoints."""
+    named = getattr(config, "dtype", None)
+    if isinstance(named, torch.dtype) and named.is_floating_point:
+        return named
+    return torch.bfloat16 if run.bf16 else torch.float32
