@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardwise.errors import CheckpointError, PlanMismatchError
@@ -42,7 +43,7 @@ from shardwise.trainer.progress import Progress
 from shardwise.trainer.reference import check_first_loss
 from shardwise.trainer.schedule import schedule_of
 from shardwise.trainer.sentinels import check_buffers, check_ties, verify_wrapping, wrapped_classes
-from shardwise.trainer.sentinels.hang import HangLimits, HangWatch
+from shardwise.trainer.sentinels.hang import HangWatch, limits_of
 from shardwise.trainer.sentinels.out_of_memory import MemoryWitness
 from shardwise.trainer.sentinels.samples import check_effective_batch
 from shardwise.trainer.sentinels.watch import watch_of
@@ -106,7 +107,7 @@ class RunStart:
     memory: MemoryWitness = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hang", HangWatch(HangLimits(stuck_s=self.run.hang_timeout)))
+        object.__setattr__(self, "hang", HangWatch(limits_of(self.run.hang_timeout)))
         object.__setattr__(self, "memory", MemoryWitness(Path(self.run.output_dir), self.strategy, self.mesh))
 
 
