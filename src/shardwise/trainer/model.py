@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardwise.errors import ConfigError
 from shardwise.facts import catalog
 from shardwise.levers.adapters import apply as adapters
+from shardwise.levers.adapters import apply_nf4 as nf4
 from shardwise.levers.precision import apply as precision
 from shardwise.trainer.checkpoint.state import clean_name
 from shardwise.vocabulary.job import LoraSettings
@@ -99,9 +100,9 @@ def build_skeleton(
     config = copy.deepcopy(config)
     config.use_cache = False
     template, model = (_make(config, attention, trust_remote_code=trust_remote_code) for _ in range(2))
+    adapted = model if strategy.tuning == "full" else adapters.apply(model, lora)
     if strategy.tuning == "qlora":
-        raise ConfigError("tuning: qlora is not available in this version's engine. Use lora, or full.")
-    adapted = adapters.apply(model, lora) if strategy.tuning == "lora" else model
+        nf4.apply(model)
     precision.apply(model, strategy)
     model.train()
     buffers = {clean_name(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -176,10 +177,13 @@ def initialize(skeleton: Skeleton, seed: int, device: torch.device) -> None:
     for module_name, module in skeleton.template.named_modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
         wanted = [name for name in names if _join(module_name, name) in targets]
-        if wanted:
+        packed = targets.get(_join(module_name, nf4.PACKED))
+        if wanted or packed is not None:
             full = _initialized(skeleton.template, module_name, module, seed, device)
             for name in wanted:
                 assign(targets[_join(module_name, name)], full[name])
+            if packed is not None:
+                assign(packed, nf4.pack(full["weight"]))
     initialize_adapters(skeleton, seed, device)
 
 
@@ -192,7 +196,7 @@ def initialize_adapters(skeleton: Skeleton, seed: int, device: torch.device) -> 
             assign(parameter, values)
 
 
-def assign(parameter: nn.Parameter, full: Tensor) -> None:
+def assign(parameter: Tensor, full: Tensor) -> None:
     """Puts whole values into a parameter of which this rank may hold a part; nothing crosses the wire."""
     with torch.no_grad():
         if isinstance(parameter, DTensor):

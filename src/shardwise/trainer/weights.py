@@ -20,8 +20,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import CheckpointError
+from shardwise.levers.adapters.apply_nf4 import PACKED, pack, packed_layers
 from shardwise.trainer.checkpoint.state import clean_name, model_tensors, unwrap
 from shardwise.trainer.checkpoint.tensorfile import HeaderError, StoredTensor, parse_json, read_header
+from shardwise.trainer.model import assign
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
@@ -49,6 +51,25 @@ class _Source:
 
     path: Path
     stored: StoredTensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Packed:
+    """A 4-bit layer's bytes, which are made from the whole matrix of the files, one matrix at a time."""
+
+    held: torch.Tensor
+    shape: torch.Size
+    dtype: torch.dtype = torch.uint8
+    """Never the files': what is read is always converted."""
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether it has no memory yet."""
+        return self.held.is_meta
+
+
+_Target = torch.Tensor | _Packed
+"""What a tensor of the files is read into."""
 
 
 def plain_name(name: str) -> str | None:
@@ -181,19 +202,23 @@ def _read_index(folder: Path) -> list[str]:
     return files
 
 
-def _targets(model: nn.Module) -> dict[str, list[torch.Tensor]]:
+def _targets(model: nn.Module) -> dict[str, list[_Target]]:
     """The tensors to fill, by the name in the files; several where PEFT keeps copies, or a tie has come apart."""
     ties = declared_ties(model)
-    targets: dict[str, list[torch.Tensor]] = {}
+    packed = {f"{clean_name(name)}.{PACKED}": layer for name, layer in packed_layers(unwrap(model)).items()}
+    targets: dict[str, list[_Target]] = {}
     for name, tensor in model_tensors(model).items():
         plain = plain_name(name)
-        if plain is not None:
+        if plain is not None and name in packed:
+            plain = plain.removesuffix(PACKED) + "weight"
+            targets.setdefault(plain, []).append(_Packed(held=tensor, shape=packed[name].shape))
+        elif plain is not None:
             targets.setdefault(ties.get(plain, plain), []).append(tensor)
     return targets
 
 
 def _compare(
-    model: nn.Module, sources: Mapping[str, _Source], targets: Mapping[str, Sequence[torch.Tensor]], folder: Path
+    model: nn.Module, sources: Mapping[str, _Source], targets: Mapping[str, Sequence[_Target]], folder: Path
 ) -> tuple[list[str], list[str]]:
     """Names in the files that may be ignored, and every problem."""
     patterns: Iterable[str] = getattr(unpeft(model), "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -217,12 +242,13 @@ def _compare(
     return ignored, problems
 
 
-def _misfit(tensor: torch.Tensor, stored: StoredTensor) -> str | None:
+def _misfit(tensor: _Target, stored: StoredTensor) -> str | None:
     if tensor.is_meta:
         return "is on the meta device. Call to_empty(device=...) after sharding, before loading."
     if tuple(tensor.shape) != stored.shape:
         return f"has the shape {stored.shape} in the file and {tuple(tensor.shape)} in the model."
-    if tensor.dtype != stored.dtype and not (tensor.is_floating_point() and stored.dtype.is_floating_point):
+    takes_floats = isinstance(tensor, _Packed) or tensor.is_floating_point()
+    if tensor.dtype != stored.dtype and not (takes_floats and stored.dtype.is_floating_point):
         return f"is {stored.dtype} in the file and {tensor.dtype} in the model. Quantized weights are not converted."
     return None
 
@@ -235,8 +261,12 @@ def _by_file(targets: Iterable[str], sources: Mapping[str, _Source]) -> dict[Pat
 
 
 @torch.no_grad()
-def _fill(target: torch.Tensor, opened: Any, name: str) -> int:
+def _fill(target: _Target, opened: Any, name: str) -> int:
     """Read the box that this rank holds of a tensor, and return its bytes in the file."""
+    if isinstance(target, _Packed):
+        whole: torch.Tensor = opened.get_tensor(name)
+        assign(target.held, pack(whole.to(target.held.device)))
+        return whole.numel() * whole.element_size()
     local = target
     box: tuple[slice, ...] = tuple(slice(0, size) for size in target.shape)
     if isinstance(target, DTensor):

@@ -4,6 +4,7 @@
 Plain: logits leave the head in E bytes; cross-entropy works in fp32. The forward holds logits, their fp32 copy and the
 log-softmax (E + 4 + 4); the backward holds the log-softmax, the incoming fp32 gradient and its own fp32 result
 (4 + 4 + 4), then their E-byte copy. Not E, as many calculators have it.
+The final norm, which no block compiles, keeps its fp32 input, and what it normalized and gave if it is trained.
 Chunked: the same for one chunk of tokens at a time, plus the gradient of the hidden states.
 Fused (Liger): as chunked, the chunk chosen by the kernel so that it is about as large as the hidden states.
 
@@ -26,11 +27,12 @@ def stores(place: Placement) -> tuple[Term, ...]:
     """Logits and their gradients at the instant of the loss, and the last hidden states."""
     if not place.is_last:
         return ()
-    hidden = place.tokens * place.model.hidden_size * place.element_bytes
+    saved = 4 + (2 * place.element_bytes if place.trains_all else 0)
+    hidden = place.tokens * place.model.hidden_size * saved
     terms = [_term("logits", logit_bytes(place), (Instant.LOSS,), "see [Note: bytes of a logit]")]
     forward = logit_bytes(place) * (place.element_bytes + 8) // per_logit(place)
     terms.append(_term("logits in evaluation", forward, (Instant.EVALUATION,), "forward only, of one micro-batch"))
-    terms.append(_term("last hidden states", hidden, (Instant.LOSS,), "final norm's input and result"))
+    terms.append(_term("last hidden states", hidden, (Instant.LOSS,), f"{saved} B an element: the final norm, eager"))
     return (*terms, *_head_gradient(place))
 
 
