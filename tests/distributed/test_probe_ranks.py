@@ -18,13 +18,18 @@ import torch.multiprocessing as mp
 
 from shardwise.errors import ResourceError
 from shardwise.probe import ProbeOptions, probe
+from shardwise.probe.compute import measure_attention, measure_copy, measure_disk, measure_matmul
 from shardwise.probe.control import Control
+from shardwise.probe.findings import WireRecord
 from shardwise.probe.groups import groupings
+from shardwise.probe.options import NEEDED_SIZES
 from shardwise.probe.wire import (
     OPS,
     PERIOD,
+    WEIGHTS,
     Exchange,
     Group,
+    _fits,  # pyright: ignore[reportPrivateUsage]
     make_exchange,
     measure_exchange,
     open_group,
@@ -145,6 +150,53 @@ def _time_is_kept(control: Control) -> None:
     assert {record.op for record in sweep.records} == set(OPS)
 
 
+def _needed_sizes_are_measured_when_the_time_is_over(control: Control) -> None:
+    group = all_ranks(control.world_size)
+    sizes, needed = (8, 4096, MIB // 4, MIB, 4 * MIB), (4096, MIB // 4, 4 * MIB)
+    sweep = sweep_group(group, sizes, control, -5.0, needed)
+    for op in OPS:
+        found = [record.bytes for record in sweep.records if record.op == op]
+        assert found == (list(needed) if op in WEIGHTS else [8])
+    assert all("time budget" in skipped.why for skipped in sweep.skipped)
+    assert len(sweep.skipped) == len(OPS)
+
+
+def _a_slow_wire_is_asked_few_times(control: Control) -> None:
+    """Where one call takes seconds a table needs few of them, and no larger message than is all bandwidth."""
+    group = all_ranks(control.world_size)
+    exchange = make_exchange("all_reduce", MIB, group)
+    calls: list[int] = []
+
+    def wait() -> None:
+        calls.append(1)
+        time.sleep(0.3)
+
+    sample = measure_exchange(after_call(exchange, wait), group, control, 0.0)
+    assert (sample.iterations, len(calls)) == (2, 4)  # verified, tried, timed twice
+    plain = {MIB: _record_of(MIB, 1.5)}
+    assert not _fits(plain, 16 * MIB, -1.0, needed=True)
+    assert _fits(plain, 16 * MIB, 1.0, needed=True)
+    assert _fits({MIB: _record_of(MIB, 0.5)}, 16 * MIB, -1.0, needed=True)
+
+
+def _record_of(num_bytes: int, seconds: float) -> WireRecord:
+    return WireRecord(op="all_reduce", grouping="all", scope="intra_node", ranks=2, bytes=num_bytes, iterations=5,
+                      seconds=seconds, p95_seconds=seconds, verified_elements=1)  # fmt: skip
+
+
+def _rates_are_measured_when_the_time_is_over(control: Control) -> None:
+    rates, left_out = measure_matmul({"fp32": (64, 32)}, CPU, control, -5.0)
+    assert [record.size for record in rates] == [64]
+    assert [skipped.what for skipped in left_out] == ["matmul fp32 n=32"]
+    attention, left_out = measure_attention((64, 32), "fp32", CPU, control, -5.0)
+    assert [(record.what, record.size) for record in attention] == [
+        ("attention forward", 64),
+        ("attention backward", 64),
+    ]
+    assert [skipped.what for skipped in left_out] == ["attention s=32"]
+    assert measure_copy(MIB, CPU, control, 0.0) > 0
+
+
 def test_two_ranks_check_every_element_see_faults_and_keep_time(tmp_path: Path) -> None:
     run_ranks(
         2,
@@ -154,11 +206,25 @@ def test_two_ranks_check_every_element_see_faults_and_keep_time(tmp_path: Path) 
         _misplaced_chunks_are_seen,
         _slowest_rank_counts,
         _time_is_kept,
+        _needed_sizes_are_measured_when_the_time_is_over,
+        _a_slow_wire_is_asked_few_times,
+        _rates_are_measured_when_the_time_is_over,
     )
 
 
 def test_four_ranks_form_every_group_of_a_mesh(tmp_path: Path) -> None:
     run_ranks(4, tmp_path, _every_element_is_checked, _groups_run_at_the_same_time)
+
+
+def test_a_disk_without_time_is_measured_or_explained_but_never_zero(tmp_path: Path) -> None:
+    rate, why = measure_disk(tmp_path, 64 * MIB, 0.0)
+    assert rate is not None
+    assert rate > 0
+    assert why == ""
+    assert list(tmp_path.iterdir()) == []
+    rate, why = measure_disk(tmp_path / "nowhere", MIB, 1.0)
+    assert rate is None
+    assert "nowhere" in why
 
 
 # ------------------------------------------------------------------------------------------------------ the whole way
@@ -204,6 +270,21 @@ def test_only_the_wire(tmp_path: Path) -> None:
     assert report.findings.rates == ()
     assert report.cluster.measurements.checkpoint_bytes_per_s is None
     assert {record.bytes for record in report.findings.wire} == {1024}
+    assert report.cluster.intra_node.curves == ()  # 1 KiB tells no bandwidth
+    assert report.cluster.intra_node.source == "assumed"
+
+
+def test_a_quick_probe_without_time_still_makes_a_sound_cluster() -> None:
+    report = probe(ProbeOptions(quick=True, device="cpu", budget_seconds=0.1))
+    for op in WEIGHTS:
+        sizes = [record.bytes for record in report.findings.wire if record.op == op]
+        assert set(NEEDED_SIZES) <= set(sizes)
+    assert {curve.op for curve in report.cluster.intra_node.curves} >= set(WEIGHTS)
+    measurements = report.cluster.measurements
+    assert measurements.matmul_flops["fp32"]
+    assert set(measurements.attention_flops) == {"forward", "backward"}
+    assert measurements.copy_bytes_per_s
+    assert list(report.findings.phases) == ["start", "compute", "disk", "wire"]
 
 
 def test_two_machines_join_by_torchrun(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.facts import catalog
+from shardwise.facts.machine.wires import bytes_per_s_of_one_link, nvlink_entry, pcie_entry
 from shardwise.probe.curves import fit_line, interpolate, left_out_error, median, predict_by_line
 from shardwise.probe.findings import Findings, Fit, ProbeReport, RateRecord, Scope, WireRecord
 from shardwise.vocabulary.cluster import (
@@ -30,6 +31,8 @@ SAME_CARD = 0.05
 """A card whose memory differs by more from the catalogue's is another variant."""
 BUSY = 0.5
 """Load a core from which a measurement is said to have been disturbed."""
+LEAST_TABLE_BYTES = MIB
+"""A table that ends below this holds latencies only. Read as bandwidth it would be off by orders of magnitude."""
 FITTED_FROM_BYTES = (MIB, 64 * KIB)
 """The line is fitted from the first of these sizes up that leaves three points. Small messages use other protocols,
 with a kink between, and ride in the buffers of switches and shapers; their times belong to the table, not the line."""
@@ -85,6 +88,7 @@ def _assumptions(findings: Findings) -> Iterable[str]:
         yield f"The cards differ ({', '.join(names)}); all are taken for the weakest of them."
     if not findings.wire:
         yield "No wire was measured (one rank); intra_node stands for memory copies inside one device."
+    yield from _too_short(findings)
     busiest = max(findings.ranks, key=lambda rank: rank.load / rank.num_cpus)
     if busiest.load > BUSY * busiest.num_cpus:
         yield (
@@ -168,8 +172,29 @@ def _by_curve(records: Iterable[WireRecord]) -> dict[tuple[str, str], list[WireR
     return found
 
 
+def has_bandwidth(records: Sequence[WireRecord]) -> bool:
+    """Whether a table reaches sizes at which bandwidth and not latency decides."""
+    return max((record.bytes for record in records), default=0) >= LEAST_TABLE_BYTES
+
+
+def _too_short(findings: Findings) -> Iterable[str]:
+    """What is left out of the Cluster because only small messages were measured."""
+    short = [members for members in _by_curve(findings.wire).values() if not has_bandwidth(members)]
+    if short:
+        names = ", ".join(sorted({f"{members[0].op} over {members[0].grouping}" for members in short}))
+        yield (
+            f"Left out, because no message of {format_bytes(LEAST_TABLE_BYTES)} or more was measured: {names}. Small "
+            "messages tell no bandwidth; probe again with more time or on an idle machine."
+        )
+    scopes: tuple[Scope, ...] = ("intra_node", "inter_node")
+    for scope in scopes:
+        records = [record for record in findings.wire if record.scope == scope]
+        if records and not has_bandwidth(records):
+            yield f"{scope} was not measured well enough; its figures are the link catalogue's, not this machine's."
+
+
 def curves_of(records: Iterable[WireRecord]) -> tuple[CollectiveCurve, ...]:
-    """One table for each op and number of ranks.
+    """One table for each op and number of ranks, of those that reach large messages.
 
     Groups of neighbors stand for their number of ranks; strides are only in the full report, as a Cluster's table does
     not tell the two apart.
@@ -177,7 +202,7 @@ def curves_of(records: Iterable[WireRecord]) -> tuple[CollectiveCurve, ...]:
     found: dict[tuple[str, int], CollectiveCurve] = {}
     for (_, grouping), members in _by_curve(records).items():
         key = (members[0].op, members[0].ranks)
-        if key not in found and not grouping.startswith("strides"):
+        if key not in found and not grouping.startswith("strides") and has_bandwidth(members):
             found[key] = CollectiveCurve(op=members[0].op, ranks=members[0].ranks, points=points_of(members))
     return tuple(found.values())
 
@@ -220,7 +245,10 @@ def _link(findings: Findings, scope: Scope) -> Link | None:
     records = [record for record in findings.wire if record.scope == scope]
     if not records:
         return None
-    reference = [record for record in records if record.op == "all_reduce"] or records
+    if not has_bandwidth(records):
+        return _stand_in(findings, scope)
+    told = [record for members in _by_curve(records).values() if has_bandwidth(members) for record in members]
+    reference = [record for record in told if record.op == "all_reduce"] or told
     widest = max(record.ranks for record in reference)
     reference = [record for record in reference if record.ranks == widest]
     points = points_of(record for record in reference if record.grouping == reference[0].grouping)
@@ -269,10 +297,30 @@ def _link_kind(findings: Findings, scope: Scope, attained: float) -> LinkKind:
 
 
 def _line_rate(findings: Findings, kind: LinkKind) -> float | None:
-    """One way, a card, as the driver reports it for NVLink; None for other wires."""
+    """One way, of a card's active NVLinks: the catalogue's, else the driver's line rate; None for other wires."""
+    if kind != "nvlink":
+        return None
+    entry = nvlink_entry(findings.ranks[0].device_name)
     cards = [card for each in findings.inventories for card in each.cards]
-    rates = [card.nvlink_bytes_per_s for card in cards if card.nvlink_bytes_per_s is not None]
-    return min(rates, default=None) if kind == "nvlink" else None
+    if entry is not None:
+        active = [card.num_active_nvlinks for card in cards if card.num_active_nvlinks]
+        return min([entry.bandwidth_bytes_per_s, *(count * bytes_per_s_of_one_link(entry) for count in active)])
+    return min((card.nvlink_bytes_per_s for card in cards if card.nvlink_bytes_per_s is not None), default=None)
+
+
+def _stand_in(findings: Findings, scope: Scope) -> Link:
+    """The catalogue's link for a wire on which only small messages were measured."""
+    kind = _link_kind(findings, scope, 0.0)
+    if kind == "network":
+        return replace(catalog.link("10gbe"), source="assumed")
+    if kind == "loopback":
+        return catalog.link("loopback")
+    entry = nvlink_entry(findings.ranks[0].device_name) if kind == "nvlink" else None
+    cards = [card for each in findings.inventories for card in each.cards]
+    generations = [card.pcie_generation_max for card in cards if card.pcie_generation_max is not None]
+    widths = [card.pcie_width for card in cards if card.pcie_width is not None]
+    pcie = pcie_entry(min(generations, default=4), min(widths, default=16), through_host=kind == "host_memory")
+    return replace(entry or pcie, source="assumed")
 
 
 def _no_wire(findings: Findings) -> Link:

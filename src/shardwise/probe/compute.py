@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +47,26 @@ def _steady(call: Callable[[], Any], device: torch.device, control: Control, sec
 
 
 def measure_matmul(
-    sizes: tuple[int, ...], dtypes: tuple[str, ...], device: torch.device, control: Control, seconds: float
+    sizes: Mapping[str, tuple[int, ...]], device: torch.device, control: Control, seconds: float
 ) -> tuple[list[RateRecord], list[Skipped]]:
-    """FLOP/s of square products by size and dtype, within about `seconds`.
+    """FLOP/s of square products by dtype and size, within about `seconds`.
 
-    Sizes that would not fit into their share of the time (at the rate of the size before) are left out.
+    The first size of each dtype is measured in any case; others that would not fit into their share of the time (at
+    the rate of the size before) are left out.
     """
     records: list[RateRecord] = []
     skipped: list[Skipped] = []
-    share = seconds / len(dtypes)
-    for dtype in dtypes:
-        until = control.slowest([control.seconds])[0] + share
+    for dtype, sides in sizes.items():
+        until = control.slowest([control.seconds])[0] + seconds / len(sizes)
         rate = 0.0
-        for i, n in enumerate(sizes):
+        for i, n in enumerate(sides):
             left = until - control.slowest([control.seconds])[0]
             if rate and 4 * 2 * n**3 / rate > left:
-                skipped.append(Skipped(what=f"matmul {dtype} n={n} and larger", why="did not fit into the time budget"))
-                break
+                skipped.append(Skipped(what=f"matmul {dtype} n={n}", why="did not fit into the time budget"))
+                continue
             try:
                 call = _matmul_call(n, dtype, device)
-                spent, iterations = _steady(call, device, control, max(0.02, 0.6 * left / (len(sizes) - i)))
+                spent, iterations = _steady(call, device, control, max(0.02, 0.6 * left / (len(sides) - i)))
             except RuntimeError as error:
                 skipped.append(Skipped(what=f"matmul {dtype}", why=str(error).splitlines()[0]))
                 break
@@ -92,16 +92,19 @@ def _matmul_call(n: int, dtype: str, device: torch.device) -> Callable[[], Any]:
 def measure_attention(
     lengths: tuple[int, ...], dtype: str, device: torch.device, control: Control, seconds: float
 ) -> tuple[list[RateRecord], list[Skipped]]:
-    """FLOP/s of causal attention, forward and backward, by sequence length; see [Note: attention's FLOPs]."""
+    """FLOP/s of causal attention, forward and backward, by sequence length; see [Note: attention's FLOPs].
+
+    The first length is measured in any case; others only if about ten calls of them still fit.
+    """
     records: list[RateRecord] = []
     skipped: list[Skipped] = []
     heads, head_dim, tokens = (32, 128, 16_384) if device.type == "cuda" else (9, 64, 512)
-    started, spent_on_last = control.slowest([control.seconds])[0], 0.0
+    started, per_length = control.slowest([control.seconds])[0], 0.0
     for i, length in enumerate(lengths):
         left = seconds - (control.slowest([control.seconds])[0] - started)
-        if 10 * spent_on_last > left:
-            skipped.append(Skipped(what=f"attention s={length} and longer", why="did not fit into the time budget"))
-            break
+        if i and 10 * per_length * length > left:  # at a fixed number of tokens the time grows with the length
+            skipped.append(Skipped(what=f"attention s={length}", why="did not fit into the time budget"))
+            continue
         batch = max(1, tokens // length)
         shape = (batch, heads, length, head_dim)
         q, k, v = (torch.randn(shape, device=device).to(DTYPES[dtype]).requires_grad_() for _ in range(3))
@@ -116,10 +119,9 @@ def measure_attention(
 
         flops = 2.0 * batch * heads * length**2 * head_dim
         piece = max(0.02, 0.3 * left / (len(lengths) - i))
-        spent_on_last = 0.0
         for name, call, work in (("forward", forward, flops), ("backward", backward, 2 * flops)):
             spent, iterations = _steady(call, device, control, piece)
-            spent_on_last += spent
+            per_length = max(per_length, spent / length)
             records.append(
                 RateRecord(what=f"attention {name}", dtype=dtype, size=length, rate=work / spent, iterations=iterations)
             )
@@ -257,7 +259,8 @@ def measure_disk(folder: Path, num_bytes: int, seconds: float) -> tuple[float | 
     Args:
         folder: Where checkpoints will go.
         num_bytes: At most this much is written.
-        seconds: Writing stops after this; the fsync that follows counts, however long it takes.
+        seconds: Writing stops after this, but not before the first 4 MiB; the fsync that follows counts, however long
+            it takes.
 
     Returns:
         The rate, or None and why there is none.
@@ -272,7 +275,7 @@ def measure_disk(folder: Path, num_bytes: int, seconds: float) -> tuple[float | 
             return None, f"{folder} has {free:,} bytes free; writing {num_bytes:,} needs twice that"
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".shardwise-probe-") as file:
             started, written = time.perf_counter(), 0
-            while written < num_bytes and time.perf_counter() - started < seconds:
+            while written < num_bytes and (not written or time.perf_counter() - started < seconds):
                 written += file.write(piece)
             file.flush()
             os.fsync(file.fileno())

@@ -218,6 +218,8 @@ class Findings:
     """One a machine; its cards were read while every card copied to and from host memory."""
     seconds: float = 0.0
     """From the start of the probe to the end of the last measurement."""
+    phases: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Where that time went: start (of the ranks, to their first barrier), compute, disk, wire."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,8 @@ T = TypeVar("T")
 _SWITCH_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_")
 _SWITCHES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF",
              "PYTORCH_CUDA_ALLOC_CONF")  # fmt: skip
+_LABELS = ("NCCL_VERSION",)
+"""Set by container images to say what they hold; NCCL reads them not."""
 
 
 def switches_in_force(environment: Mapping[str, str]) -> dict[str, str]:
@@ -26,7 +28,7 @@ def switches_in_force(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if name in _SWITCHES or name.startswith(_SWITCH_PREFIXES)
+        if name in _SWITCHES or (name.startswith(_SWITCH_PREFIXES) and name not in _LABELS)
     }
 
 
@@ -101,22 +103,19 @@ def has_nvidia_device(root: Path = Path("/")) -> bool:
     return any((root / "dev").glob("nvidia[0-9]*")) or (root / "dev/dxg").exists()
 
 
-def used_device_memory(uuid: str) -> int | None:
-    """Memory in use on a card, in whole MiB, without a context of ours; None where nvidia-smi does not say.
-
-    Args:
-        uuid: As torch prints it, with or without the prefix `GPU-`.
-    """
+def used_device_memory() -> dict[str, int]:
+    """Memory in use by card (uuid without `GPU-`), whole MiB, without a context of ours; empty if nvidia-smi fails."""
     command = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
+        return {}
+    found: dict[str, int] = {}
     for line in text.splitlines():
         name, _, used = line.partition(",")
-        if name.strip().removeprefix("GPU-") == uuid.removeprefix("GPU-") and used.strip().isdigit():
-            return int(used) * MIB
-    return None
+        if used.strip().isdigit():
+            found[name.strip().removeprefix("GPU-")] = int(used) * MIB
+    return found
 
 
 def take_inventory(machine: Machine) -> Inventory:

@@ -16,10 +16,11 @@ from typing import IO
 
 import shardwise
 from shardwise.errors import MissingExtraError, ResourceError, UsageError
+from shardwise.facts.machine.child import count_cuda_cards
 from shardwise.probe import inventory
 from shardwise.probe.build import build_report
 from shardwise.probe.findings import Findings, ProbeReport
-from shardwise.probe.options import Device, Place, ProbeOptions, ProbeTask, check_options, make_task
+from shardwise.probe.options import USED_FILE, Device, Place, ProbeOptions, ProbeTask, check_options, make_task
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.codec import from_data, to_json, to_yaml
 
@@ -84,8 +85,12 @@ def choose_ranks(options: ProbeOptions) -> tuple[Device, int]:
 
 
 def _num_gpus() -> int:
+    """Cards that ranks may use. Asks the driver in a child: importing torch to count takes as long as measuring."""
     if not inventory.has_nvidia_device():
         return 0
+    count = count_cuda_cards()
+    if isinstance(count, int):
+        return count
     try:
         import torch
     except ImportError as error:
@@ -169,6 +174,8 @@ def _run_local(task: ProbeTask, num_ranks: int, started_at: float, options: Prob
             for rank in range(num_ranks):
                 ranks.append(_start(rank, num_ranks, folder, task, started_at, write_end))
             os.close(write_end)
+            if task.device == "cuda":
+                _write_used_memory(folder)
             with os.fdopen(read_end, "rb") as progress:
                 _wait(ranks, folder, progress, options, time.monotonic() + task.budget_seconds + GRACE_SECONDS)
         finally:
@@ -177,6 +184,13 @@ def _run_local(task: ProbeTask, num_ranks: int, started_at: float, options: Prob
                     each.process.kill()
                 each.process.wait()
         return from_data(Findings, json.loads((folder / "findings.json").read_text()))
+
+
+def _write_used_memory(folder: Path) -> None:
+    """For the ranks, which weigh their contexts: read while they import torch, before any of them opens one."""
+    partial = folder / (USED_FILE + ".partial")
+    partial.write_text(json.dumps(inventory.used_device_memory()))
+    partial.replace(folder / USED_FILE)
 
 
 def _start(rank: int, num_ranks: int, folder: Path, task: ProbeTask, started_at: float, progress: int) -> _Rank:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -15,12 +15,20 @@ Device = Literal["cuda", "cpu"]
 Part = Literal["compute", "disk", "wire"]
 PARTS: tuple[Part, ...] = ("compute", "disk", "wire")
 
-QUICK_SECONDS = 15.0
-"""A quick probe's aim, from its start to the end of the last measurement; what remains to 20 s is slack."""
+QUICK_SECONDS = 13.0
+"""A quick probe's aim, from its start to the end of the last measurement; what remains to 20 s is for what overruns and
+for the ranks' end."""
 FULL_SECONDS = 95.0
-QUICK_SIZES = (8, 4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 16 * MIB, 64 * MIB)
+NEEDED_SIZES = (4 * KIB, 256 * KIB, 4 * MIB, 16 * MIB)
+"""Measured first, for the collectives that training by data lives on, even if the time is over: a table without large
+messages knows no bandwidth, and a plan made from it is worth nothing."""
+QUICK_SIZES = (8, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+QUICK_CUDA_SIZES = (*QUICK_SIZES, 256 * MIB)
+"""A card's wire reaches its bandwidth only from about 256 MiB on, and gets there in a millisecond."""
 FULL_SIZES = tuple(8 * 2**power for power in range(28))
 MAX_MESSAGE_BYTES = 4 * GIB
+USED_FILE = "used.json"
+"""Beside a probe's task: device memory in use by card before the ranks open their contexts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +42,8 @@ class ProbeOptions:
     nodes: int = 1
     """Machines. More than one needs torchrun: every rank of the launch calls the probe, and they join."""
     sizes: tuple[int, ...] = ()
-    """Message sizes in bytes, as nccl-tests defines them; by default 8 B to 64 MiB (quick) or 1 GiB."""
+    """Message sizes in bytes, as nccl-tests defines them; by default 8 B to 64 MiB (quick; 256 MiB on GPUs) or 1 GiB.
+    Given, they are all that is measured; by default four of them are measured even if the time is over."""
     parts: tuple[Part, ...] = PARTS
     """What to measure; what is left out stays empty in the Cluster."""
     out: Path | None = None
@@ -44,7 +53,8 @@ class ProbeOptions:
     checkpoint_dir: Path | None = None
     """The folder whose disk is measured; by default the folder of `out`, else the current one."""
     budget_seconds: float | None = None
-    """When to stop measuring, counted from the start; sizes that no longer fit are left out and said so."""
+    """When to stop measuring, counted from the start; what no longer fits is left out and said so. A few things are
+    measured in any case: each kind of rate once, and four sizes of the three main collectives."""
     progress: Callable[[str], None] | None = None
     """Called with one line of text now and then, on rank 0 only."""
 
@@ -85,13 +95,15 @@ class ProbeTask:
     device: Device
     quick: bool
     sizes: tuple[int, ...]
+    needed_sizes: tuple[int, ...] = ()
+    """Those of `sizes` that are measured first, whatever they take."""
     budget_seconds: float
     checkpoint_dir: str
     parts: tuple[Part, ...] = PARTS
-    matmul_sizes: tuple[int, ...]
-    """Sides of square products."""
-    matmul_dtypes: tuple[str, ...]
+    matmul_sizes: Mapping[str, tuple[int, ...]]
+    """Sides of square products by dtype, most telling first; the first of each is measured in any case."""
     attention_lengths: tuple[int, ...]
+    """Most telling first; the first is measured in any case."""
     disk_bytes: int
     copy_bytes: int
     """Of one buffer of a memory copy."""
@@ -124,24 +136,33 @@ def make_task(options: ProbeOptions, device: Device) -> ProbeTask:
     quick = options.quick
     folder = options.checkpoint_dir or (options.out.parent if options.out else Path.cwd())
     default_budget = QUICK_SECONDS if quick else FULL_SECONDS
-    if device == "cuda":
-        matmul_sizes = (2048, 4096, 8192) if quick else (1024, 2048, 4096, 8192)
-        dtypes = ("bf16", "fp32") if quick else ("bf16", "fp16", "tf32", "fp32")
-        lengths = (1024, 4096) if quick else (1024, 2048, 4096, 8192, 16384)
-    else:
-        matmul_sizes = (512, 1024) if quick else (256, 512, 1024, 2048, 4096)
-        dtypes = ("fp32", "bf16")
-        lengths = (256, 512) if quick else (256, 512, 1024, 2048)
+    usual = FULL_SIZES if not quick else QUICK_CUDA_SIZES if device == "cuda" else QUICK_SIZES
     return ProbeTask(
         device=device,
         quick=quick,
-        sizes=tuple(sorted(set(options.sizes or (QUICK_SIZES if quick else FULL_SIZES)))),
+        sizes=tuple(sorted(set(options.sizes or usual))),
+        needed_sizes=() if options.sizes else NEEDED_SIZES,
         budget_seconds=options.budget_seconds or default_budget,
         checkpoint_dir=str(folder.resolve()),
         parts=options.parts,
-        matmul_sizes=matmul_sizes,
-        matmul_dtypes=dtypes,
-        attention_lengths=lengths,
+        matmul_sizes=_matmul_sizes(device, quick),
+        attention_lengths=_attention_lengths(device, quick),
         disk_bytes=(64 if quick else 512) * MIB,
         copy_bytes=(64 if quick or device == "cpu" else 512) * MIB,
     )
+
+
+def _matmul_sizes(device: Device, quick: bool) -> dict[str, tuple[int, ...]]:
+    if device == "cpu":
+        sizes = (512, 1024) if quick else (512, 1024, 256, 2048, 4096)
+        return {"fp32": sizes, "bf16": sizes}
+    if quick:
+        return {"bf16": (4096, 8192, 2048), "fp32": (4096,)}
+    return dict.fromkeys(("bf16", "fp16", "tf32", "fp32"), (4096, 8192, 2048, 1024))
+
+
+def _attention_lengths(device: Device, quick: bool) -> tuple[int, ...]:
+    """Sequences of 2,048 and 4,096 tokens are what most people train on."""
+    if device == "cpu":
+        return (512, 256) if quick else (512, 256, 1024, 2048)
+    return (4096, 2048, 1024) if quick else (4096, 2048, 8192, 1024, 16384)

@@ -37,6 +37,9 @@ def report_page(report: ProbeReport) -> str:
         lines += ["", "Not measured:", *(f"  {skipped.what}: {skipped.why}" for skipped in findings.skipped)]
     if cluster.assumptions:
         lines += ["", "Mind:", *(f"  {sentence}" for sentence in cluster.assumptions)]
+    if findings.phases:
+        spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in findings.phases.items())
+        lines += ["", f"Time went to: {spent}"]
     switches = ", ".join(f"{name}={value}" for name, value in findings.switches.items())
     versions = ", ".join(f"{name} {version}" for name, version in findings.versions.items())
     return "\n".join([*lines, "", f"With {versions}" + (f"; {switches}" if switches else "")]) + "\n"

@@ -11,23 +11,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.cuda.nccl
 import torch.distributed as dist
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ResourceError, ShardwiseError
 from shardwise.facts.machine import Machine, read_machine
 from shardwise.probe import compute, inventory, wire
 from shardwise.probe.control import Control
 from shardwise.probe.findings import Findings, Inventory, MemoryRecord, PairRecord, RankFacts, Skipped
 from shardwise.probe.groups import groupings
-from shardwise.probe.options import Place, ProbeTask
+from shardwise.probe.options import USED_FILE, Place, ProbeTask
 from shardwise.vocabulary.codec import from_data, to_json
 from shardwise.vocabulary.units import MIB
 
@@ -37,6 +37,7 @@ WIRE_FLOOR_SECONDS = 4.0
 """The wire gets this much even if starting the ranks has used up the budget; a Cluster without a wire is no use."""
 READING_SECONDS = 10.0
 """How long the driver may take to describe its cards."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class Join:
     """`file:///...` among ranks that `measure` started, `env://` among torchrun's."""
     started_at: float
     """time.time() of the probe's start on this machine."""
+    used_before: Callable[[], Mapping[str, int]] = inventory.used_device_memory
+    """Device memory in use by card before any rank had a context."""
 
 
 def run_rank(task: ProbeTask, place: Place, join: Join, say: Callable[[str], None]) -> Findings:
@@ -56,7 +59,7 @@ def run_rank(task: ProbeTask, place: Place, join: Join, say: Callable[[str], Non
         ResourceError: If data came back wrong over the wire.
     """
     device = torch.device(task.device, place.local_rank) if task.device == "cuda" else torch.device("cpu")
-    context = _open_context(device)
+    context = _open_context(device, join)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if task.device == "cuda" else "gloo",
         init_method=join.init_method,
@@ -66,8 +69,9 @@ def run_rank(task: ProbeTask, place: Place, join: Join, say: Callable[[str], Non
     )
     try:
         control = Control(task.budget_seconds, time.time() - join.started_at, say)
+        weighed = context()  # before anything else is allocated
         findings = _measure_all(task, place, device, control)
-        memory = _largest_memory([context, *findings.memory] if context else list(findings.memory), control)
+        memory = _largest_memory([weighed, *findings.memory] if weighed else list(findings.memory), control)
         return replace(findings, memory=memory, seconds=control.slowest([control.seconds])[0])
     finally:
         dist.destroy_process_group()
@@ -77,6 +81,7 @@ def _measure_all(task: ProbeTask, place: Place, device: torch.device, control: C
     """The measurements in order; what one leaves of the time, the next may use."""
     facts = control.gather(_facts(place, device))
     control.say(f"{control.world_size} ranks on {place.num_nodes} machine(s): {facts[0].device_name}")
+    phases = {"start": control.seconds}
     copy = compute.measure_copy(task.copy_bytes, device, control, 0.02 * control.seconds_left())
     findings = Findings(
         ranks=tuple(facts), copy_bytes_per_s=copy, versions=versions(device), switches=place.environment
@@ -87,14 +92,18 @@ def _measure_all(task: ProbeTask, place: Place, device: torch.device, control: C
         findings = replace(
             findings, inventories=_inventories(read_machine() if place.local_rank == 0 else None, control)
         )
+    _close_phase(phases, "compute", control)
     if "disk" in task.parts:
         findings = _measure_disk(task, place, control, findings)
-    if "wire" not in task.parts:
-        return findings
-    if control.world_size == 1:
-        only = Skipped(what="the wire", why="there is one rank, and so no wire")
-        return replace(findings, skipped=(*findings.skipped, only))
-    return _measure_wire(task, place, device, control, findings)
+        _close_phase(phases, "disk", control)
+    if "wire" in task.parts:
+        findings = _measure_wire(task, place, device, control, findings)
+        _close_phase(phases, "wire", control)
+    return replace(findings, phases=phases)
+
+
+def _close_phase(phases: dict[str, float], name: str, control: Control) -> None:
+    phases[name] = control.seconds - sum(phases.values())
 
 
 def _facts(place: Place, device: torch.device) -> RankFacts:
@@ -142,11 +151,13 @@ def versions(device: torch.device) -> dict[str, str]:
 def _measure_compute(
     task: ProbeTask, place: Place, device: torch.device, control: Control, findings: Findings
 ) -> Findings:
-    """Matmuls, attention, host copies and launches: about 40 % of the time that is left."""
+    """Matmuls, attention, host copies and launches: about 40 % of the time that is left.
+
+    Meanwhile one rank of each machine asks the driver what the cards and their links look like under load.
+    """
     seconds = 0.4 * control.seconds_left()
-    rates, skipped = compute.measure_matmul(
-        task.matmul_sizes, task.matmul_dtypes, device, control, 0.55 * seconds
-    )  # fmt: skip
+    machine = in_background(read_machine) if device.type == "cuda" and place.local_rank == 0 else None
+    rates, skipped = compute.measure_matmul(task.matmul_sizes, device, control, 0.55 * seconds)
     best: dict[str, float] = {}
     for record in rates:
         best[record.dtype] = max(record.rate, best.get(record.dtype, 0.0))
@@ -156,29 +167,27 @@ def _measure_compute(
     if device.type != "cuda":
         why = "ranks on CPU have no copies between host and device and no kernel launches"
         return replace(findings, skipped=(*findings.skipped, Skipped(what="host copies, launch gap", why=why)))
-    findings = _measure_host_copies(task, place, device, control, findings)
-    gap = compute.measure_launch_gap(device, control)
-    return replace(findings, launch_gap_seconds=gap)
-
-
-def _measure_host_copies(
-    task: ProbeTask, place: Place, device: torch.device, control: Control, findings: Findings
-) -> Findings:
-    """Copies up and down, while one rank of each machine asks the driver what the links look like under load."""
-    seconds = 0.04 * control.seconds_left()
-    read: list[Machine] = []
-    reader = threading.Thread(target=lambda: read.append(read_machine()), daemon=True)
-    if place.local_rank == 0:
-        reader.start()
-    up, down = compute.measure_host_copies(task.copy_bytes, device, control, seconds)
-    if place.local_rank == 0:
-        reader.join(timeout=READING_SECONDS)
+    up, down = compute.measure_host_copies(task.copy_bytes, device, control, 0.04 * control.seconds_left())
     return replace(
         findings,
         host_to_device_bytes_per_s=up,
         device_to_host_bytes_per_s=down,
-        inventories=_inventories(read[0] if read else None, control),
+        launch_gap_seconds=compute.measure_launch_gap(device, control),
+        inventories=_inventories(None if machine is None else machine(), control),
     )
+
+
+def in_background(call: Callable[[], T]) -> Callable[[], T | None]:
+    """Start a call in a thread; what comes back waits for its result, None if it failed or takes too long."""
+    found: list[T] = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+
+    def wait() -> T | None:
+        thread.join(timeout=READING_SECONDS)
+        return found[0] if found else None
+
+    return wait
 
 
 def _inventories(machine: Machine | None, control: Control) -> tuple[Inventory, ...]:
@@ -207,6 +216,9 @@ def _measure_wire(
     task: ProbeTask, place: Place, device: torch.device, control: Control, findings: Findings
 ) -> Findings:  # fmt: skip
     """Every grouping gets its share of the time that is left; the first one, all ranks, twice as much."""
+    if control.world_size == 1:
+        only = Skipped(what="the wire", why="there is one rank, and so no wire")
+        return replace(findings, skipped=(*findings.skipped, only))
     ways = groupings(place.world_size, place.local_world_size, task.quick)
     for done, way in enumerate(ways):
         before = _outside_memory(device)
@@ -217,7 +229,8 @@ def _measure_wire(
             findings = replace(findings, memory=(*findings.memory, memory))
         left = max(WIRE_FLOOR_SECONDS, control.seconds_left(0.9))
         weight = 2 if done == 0 else 1
-        sweep = wire.sweep_group(group, task.sizes, control, left * weight / (len(ways) - done + weight - 1))
+        share = left * weight / (len(ways) - done + weight - 1)
+        sweep = wire.sweep_group(group, task.sizes, control, share, task.needed_sizes)
         findings = replace(
             findings, wire=(*findings.wire, *sweep.records), skipped=(*findings.skipped, *sweep.skipped)
         )  # fmt: skip
@@ -273,16 +286,34 @@ def _one_way(act: Any, data: torch.Tensor, peer: int, group: wire.Group) -> Call
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def _open_context(device: torch.device) -> MemoryRecord | None:
-    """Create the CUDA context and weigh it; None on CPU, or where the driver does not say what was in use before."""
+def _open_context(device: torch.device, join: Join) -> Callable[[], MemoryRecord | None]:
+    """Create the CUDA context, and weigh it while the ranks find each other.
+
+    Returns:
+        What waits for the weight: None on CPU, or where the driver does not say what was in use before.
+
+    Raises:
+        ResourceError: If this torch cannot use the cards.
+    """
     if device.type != "cuda":
-        return None
-    uuid = str(torch.cuda.get_device_properties(device).uuid)  # asks the driver; creates no context yet
-    before = inventory.used_device_memory(uuid)
+        return lambda: None
+    if not torch.cuda.is_available() or device.index >= torch.cuda.device_count():
+        raise ResourceError(
+            f"Rank {device.index} of the probe has no card: torch {torch.__version__} (built for CUDA "
+            f"{torch.version.cuda}) can use {torch.cuda.device_count()} of the cards that the driver shows. Install a "
+            "torch that fits the driver, or measure the cores: shardwise probe --device cpu"
+        )
+    uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")  # creates no context yet
+    before = join.used_before().get(uuid)
     torch.cuda.set_device(device)
     torch.cuda.synchronize(device)
-    after = inventory.used_device_memory(uuid)
-    return None if before is None or after is None else MemoryRecord(what="context", bytes=after - before)
+    weigh = in_background(inventory.used_device_memory)
+
+    def weight() -> MemoryRecord | None:
+        after = (weigh() or {}).get(uuid)
+        return None if before is None or after is None else MemoryRecord(what="context", bytes=after - before)
+
+    return weight
 
 
 def _outside_memory(device: torch.device) -> int:
@@ -314,7 +345,11 @@ def main(argv: list[str] | None = None) -> int:
     folder: Path = arguments.folder
     place = place_from_environment(os.environ)
     task = from_data(ProbeTask, json.loads((folder / "task.json").read_text()))
-    join = Join(init_method=f"file://{folder / 'rendezvous'}", started_at=arguments.started_at)
+    join = Join(
+        init_method=f"file://{folder / 'rendezvous'}",
+        started_at=arguments.started_at,
+        used_before=lambda: _read_when_there(folder / USED_FILE),
+    )
     say = _writer(arguments.progress_fd)
     try:
         findings = run_rank(task, place, join, say)
@@ -324,6 +359,16 @@ def main(argv: list[str] | None = None) -> int:
     if place.rank == 0:
         (folder / "findings.json").write_text(to_json(findings))
     return 0
+
+
+def _read_when_there(file: Path) -> dict[str, int]:
+    """What the parent found in use, as soon as it has written it; empty if it does not."""
+    until = time.monotonic() + READING_SECONDS
+    while not file.exists():
+        if time.monotonic() > until:
+            return {}
+        time.sleep(0.02)
+    return json.loads(file.read_text())
 
 
 def place_from_environment(environment: Any) -> Place:

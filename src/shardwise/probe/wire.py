@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from shardwise.probe.curves import median, percentile
 from shardwise.probe.findings import Skipped, WireRecord
 from shardwise.probe.groups import Grouping
 from shardwise.vocabulary.cluster import CollectiveOp
-from shardwise.vocabulary.units import KIB, format_bandwidth, format_bytes, format_seconds
+from shardwise.vocabulary.units import KIB, MIB, format_bandwidth, format_bytes, format_seconds
 
 PERIOD = 65_537
 ELEMENT_BYTES = 4
@@ -42,6 +42,11 @@ WEIGHTS: dict[CollectiveOp, int] = {"all_reduce": 3, "all_gather": 3, "reduce_sc
 """Shares of the time; training by data lives on these three, the others count 1."""
 WARM_UP_CALLS = 5
 MIN_CALLS, MAX_CALLS = 5, 200
+FEW_CALLS = 2
+SLOW_CALL_SECONDS = 0.25
+"""Where a call takes this long and the time is short, the wire itself is the slow part, and few calls tell it."""
+PLAIN_SECONDS = 1.0
+"""A message of 1 MiB or more that takes this long is all bandwidth; larger ones would tell nothing new."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,17 +330,20 @@ def measure_exchange(exchange: Exchange, group: Group, control: Control, slice_s
         exchange: What to send.
         group: Over which ranks; all groups of its grouping run at the same time.
         control: Brings the ranks to the same number of calls.
-        slice_seconds: About how long the timed calls together may take; at least five are timed.
+        slice_seconds: About how long the timed calls together may take; at least five are timed, or two of slow ones.
 
     Raises:
         ResourceError: On every rank, if any element on any rank is wrong.
     """
     verified = verify(exchange, group, control)
     first = control.slowest([sum(time_calls(exchange.call, 1, group.device))])[0]
-    warm_up = WARM_UP_CALLS if first * WARM_UP_CALLS < slice_seconds else 1
-    control.barrier()
-    estimate = control.slowest([median(time_calls(exchange.call, warm_up, group.device))])[0]
-    count = max(MIN_CALLS, min(MAX_CALLS, int(slice_seconds / max(estimate, 1e-9))))
+    if first >= SLOW_CALL_SECONDS and first * (1 + MIN_CALLS) > slice_seconds:
+        count = FEW_CALLS
+    else:
+        warm_up = WARM_UP_CALLS if first * WARM_UP_CALLS < slice_seconds else 1
+        control.barrier()
+        estimate = control.slowest([median(time_calls(exchange.call, warm_up, group.device))])[0]
+        count = max(MIN_CALLS, min(MAX_CALLS, int(slice_seconds / max(estimate, 1e-9))))
     control.barrier()
     slowest = control.slowest(time_calls(exchange.call, count, group.device))
     return Sample(
@@ -377,8 +385,18 @@ class Sweep:
     skipped: tuple[Skipped, ...]
 
 
-def sweep_group(group: Group, sizes: tuple[int, ...], control: Control, seconds: float) -> Sweep:
-    """Measure every op over one grouping within about `seconds`; what an op leaves over goes to the next."""
+def sweep_group(
+    group: Group, sizes: tuple[int, ...], control: Control, seconds: float, needed: tuple[int, ...] = ()
+) -> Sweep:
+    """Measure every op over one grouping within about `seconds`; what an op leaves over goes to the next.
+
+    Args:
+        group: Over which ranks.
+        sizes: Of messages, ascending.
+        control: Brings the ranks to the same decisions.
+        seconds: About how long it may take.
+        needed: Those of `sizes` that the main collectives (`WEIGHTS`) get even if it takes longer.
+    """
     until = control.slowest([control.seconds])[0] + seconds
     records: list[WireRecord] = []
     skipped: list[Skipped] = []
@@ -390,7 +408,9 @@ def sweep_group(group: Group, sizes: tuple[int, ...], control: Control, seconds:
             continue
         left = until - control.slowest([control.seconds])[0]
         share = _weight(op) / sum(_weight(other) for other in OPS[i:])
-        found, cut = sweep_op(op, group, sizes, control, left * share)
+        first = needed if op in WEIGHTS else ()
+        found, cut = sweep_op(op, group, (*first, *(size for size in sizes if size not in first)), control,
+                              Allowance(seconds=left * share, needed=len(first)))  # fmt: skip
         records += found
         if cut:
             skipped.append(Skipped(what=what, why=cut))
@@ -419,35 +439,68 @@ def why_unsupported(op: CollectiveOp, group: Group, control: Control) -> str:
     return f"{group.device.type} backend: {refusals[0]}" if refusals else ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Allowance:
+    """What one op of a sweep may take."""
+
+    seconds: float
+    needed: int = 0
+    """How many of the sizes, from the first, are measured even if that takes longer."""
+
+
 def sweep_op(
-    op: CollectiveOp, group: Group, sizes: tuple[int, ...], control: Control, seconds: float
+    op: CollectiveOp, group: Group, sizes: tuple[int, ...], control: Control, allowance: Allowance
 ) -> tuple[list[WireRecord], str]:
-    """Sizes from small to large until they are through or the time is.
+    """Sizes in the given order until they are through or the time is.
 
     Returns:
-        The records, and why the largest sizes are missing (empty if none is).
+        The records by size, and why sizes are missing (empty if none is).
     """
     started = control.slowest([control.seconds])[0]
     limit = largest_message(group, control)
-    records: list[WireRecord] = []
+    records: dict[int, WireRecord] = {}
+    too_large: list[int] = []
+    too_long: list[int] = []
     for i, size in enumerate(sizes):
+        left = allowance.seconds - (control.slowest([control.seconds])[0] - started)
         if size > limit:
-            return records, f"sizes from {format_bytes(size)} on do not fit into memory"
-        left = seconds - (control.slowest([control.seconds])[0] - started)
-        # Each size needs at least 8 calls: verify, first, warm-up, 5 timed.
-        if records and 8 * _expected_seconds(records[-1], size) > left:
-            return records, f"sizes from {format_bytes(size)} on did not fit into the time budget"
+            too_large.append(size)
+            continue
+        if not _fits(records, size, left, needed=i < allowance.needed):
+            too_long.append(size)
+            continue
         exchange = make_exchange(op, size, group)
-        if records and exchange.bytes == records[-1].bytes:
+        if exchange.bytes in records:
             continue  # rounded up to the same number of elements
         sample = measure_exchange(exchange, group, control, max(0.0, left) / (2 * (len(sizes) - i)))
-        records.append(_record(exchange, group, sample))
-    return records, ""
+        records[exchange.bytes] = _record(exchange, group, sample)
+    reasons = [_left_out(too_large, "do not fit into memory"), _left_out(too_long, "did not fit into the time budget")]
+    return [records[size] for size in sorted(records)], "; ".join(filter(None, reasons))
 
 
-def _expected_seconds(last: WireRecord, size: int) -> float:
-    """From the size before; below 64 KiB a message is all latency and growing it costs nothing yet."""
-    return last.seconds * max(1.0, size / max(last.bytes, 64 * KIB))
+def _fits(records: Mapping[int, WireRecord], size: int, left: float, *, needed: bool) -> bool:
+    """Whether a size is to be measured. The first always is; all ranks hold the same records and the same time left."""
+    if not records:
+        return True
+    if needed:
+        plain = any(found.bytes >= MIB and found.seconds >= PLAIN_SECONDS for found in records.values())
+        return left > 0 or not plain
+    # Each size needs at least 8 calls: verify, first, warm-up, 5 timed.
+    return 8 * _expected_seconds(records, size) <= left
+
+
+def _expected_seconds(records: Mapping[int, WireRecord], size: int) -> float:
+    """From the nearest size below; below 64 KiB a message is all latency and growing it costs nothing yet."""
+    nearest = max((known for known in records if known <= size), default=min(records))
+    return records[nearest].seconds * max(1.0, size / max(nearest, 64 * KIB))
+
+
+def _left_out(sizes: list[int], why: str) -> str:
+    if not sizes:
+        return ""
+    if len(sizes) == 1:
+        return f"{format_bytes(sizes[0])} {why}"
+    return f"{len(sizes)} sizes from {format_bytes(min(sizes))} to {format_bytes(max(sizes))} {why}"
 
 
 def largest_message(group: Group, control: Control) -> int:

@@ -84,6 +84,7 @@ def card(index: int) -> CardRecord:
         memory_bytes=143_771 * MIB,
         pcie_generation=5,
         pcie_width=16,
+        pcie_generation_max=4,
         num_nvlinks=18,
         num_active_nvlinks=18,
         nvlink_bytes_per_s=18 * 26.5e9,
@@ -195,7 +196,7 @@ def test_kinds_of_wire(pair: PairPath, switches: dict[str, str], kind: str) -> N
     attained = cluster.intra_node.bandwidth_bytes_per_s * cluster.intra_node.attained_fraction
     assert attained == pytest.approx(300e9, rel=1e-6)
     if kind == "nvlink":
-        assert cluster.intra_node.bandwidth_bytes_per_s == 18 * 26.5e9
+        assert cluster.intra_node.bandwidth_bytes_per_s == 450e9  # the data sheet's, not the line rate
 
 
 UNKNOWN = PairPath(first=0, second=1, peer_access=True)
@@ -207,7 +208,9 @@ def test_without_the_drivers_word_the_rate_tells_nvlink(bus: float, kind: str) -
     unread = replace(h200_findings(UNKNOWN, bus=bus), inventories=())
     cluster = build_report(unread, TODAY).cluster
     assert cluster.intra_node.kind == kind
-    assert cluster.intra_node.attained_fraction == 1.0
+    nominal = 450e9 if kind == "nvlink" else bus
+    assert cluster.intra_node.bandwidth_bytes_per_s == pytest.approx(nominal, rel=1e-6)
+    assert cluster.intra_node.attained_fraction == pytest.approx(bus / nominal, rel=1e-6)
 
 
 def test_a_known_card_keeps_its_data_sheet_and_the_drivers_memory() -> None:
@@ -301,3 +304,59 @@ def test_inventory_page_says_what_is_unknown() -> None:
     for text in ("18 of 18 NVLinks", "? of ? NVLinks", "gen ? x?", "clocks held down: power cap", "PHB, peer access",
                  "unknown memory", "unreadable: driver"):  # fmt: skip
         assert text in page
+
+
+def small(records: list[WireRecord], limit: int = 64 * 1024) -> list[WireRecord]:
+    return [record for record in records if record.bytes <= limit]
+
+
+def test_a_table_of_small_messages_is_left_out_and_said_so() -> None:
+    records = [
+        *wire("all_reduce", "all", "intra_node", 2, 1e9, 100e-6),
+        *small(wire("broadcast", "all", "intra_node", 2, 1e9, 100e-6)),
+    ]
+    cluster = build_report(cpu_findings(wire=tuple(records)), TODAY).cluster
+    assert [curve.op for curve in cluster.intra_node.curves] == ["all_reduce"]
+    told = " ".join(cluster.assumptions)
+    assert "no message of 1.049 MB or more was measured: broadcast over all" in told
+    assert "catalogue" not in told
+
+
+@pytest.mark.parametrize(
+    ("pair", "switches", "name"),
+    [
+        (NVLINK, {}, "nvlink4"),
+        (PCIE, {}, "pcie4-x16"),
+        (HOST, {}, "pcie4-x16-host"),
+        (NVLINK, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}, "10gbe"),
+    ],
+)
+def test_a_wire_measured_at_8_bytes_only_becomes_no_bandwidth(
+    pair: PairPath, switches: dict[str, str], name: str
+) -> None:
+    """As on a busy machine once: the plan made from it said 18 hours for a minute's work."""
+    findings = h200_findings(pair, switches=switches)
+    findings = replace(findings, wire=tuple(small(list(findings.wire), 8)))
+    cluster = build_report(findings, TODAY).cluster
+    assert (cluster.intra_node.name, cluster.intra_node.source) == (name, "assumed")
+    assert cluster.intra_node.curves == ()
+    assert any("link catalogue's, not this machine's" in sentence for sentence in cluster.assumptions)
+
+
+def test_cores_whose_wire_was_not_measured_well_get_the_catalogues_loopback() -> None:
+    findings = cpu_findings(wire=tuple(small(list(cpu_findings().wire))))
+    link = build_report(findings, TODAY).cluster.intra_node
+    assert (link.name, link.curves) == ("loopback", ())
+
+
+def test_dead_nvlinks_lower_the_data_sheets_rate() -> None:
+    findings = h200_findings(NVLINK)
+    (inventory,) = findings.inventories
+    worse = replace(inventory, cards=(card(0), replace(card(1), num_active_nvlinks=16)))
+    cluster = build_report(replace(findings, inventories=(worse,)), TODAY).cluster
+    assert cluster.intra_node.bandwidth_bytes_per_s == pytest.approx(16 / 18 * 450e9)
+
+
+def test_page_tells_where_the_time_went() -> None:
+    page = report_page(build_report(cpu_findings(phases={"start": 7.0, "compute": 3.0, "wire": 4.0}), TODAY))
+    assert "start 7.0 s, compute 3.0 s, wire 4.0 s" in page

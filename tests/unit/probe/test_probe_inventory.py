@@ -81,22 +81,21 @@ def test_this_machine_can_be_described() -> None:
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ("echo 'GPU-aaaa, 5\nGPU-bbbb, 612'", 612 * 2**20),
-        ("echo 'GPU-aaaa, 5'", None),
-        ("echo 'GPU-bbbb, [N/A]'", None),
-        ("exit 9", None),
+        ("echo 'GPU-aaaa, 5\nGPU-bbbb, 612'", {"aaaa": 5 * 2**20, "bbbb": 612 * 2**20}),
+        ("echo 'GPU-aaaa, 5\nGPU-bbbb, [N/A]'", {"aaaa": 5 * 2**20}),
+        ("exit 9", {}),
     ],
 )
-def test_memory_in_use_on_a_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, expected: int | None
+def test_memory_in_use_by_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, expected: dict[str, int]
 ) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{answer}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert inventory.used_device_memory("bbbb") == expected
+    assert inventory.used_device_memory() == expected
 
 
 def test_no_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert inventory.used_device_memory("bbbb") is None
+    assert inventory.used_device_memory() == {}

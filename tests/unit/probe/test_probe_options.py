@@ -1,12 +1,23 @@
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise.errors import UsageError
+from shardwise.errors import MissingExtraError, UsageError
+from shardwise.facts.machine import Unreadable
 from shardwise.probe import launch as module
 from shardwise.probe.launch import choose_ranks, measure
-from shardwise.probe.options import FULL_SIZES, QUICK_SIZES, Place, ProbeOptions, ProbeTask, check_options, make_task
+from shardwise.probe.options import (
+    FULL_SIZES,
+    NEEDED_SIZES,
+    QUICK_SIZES,
+    Place,
+    ProbeOptions,
+    ProbeTask,
+    check_options,
+    make_task,
+)
 from shardwise.vocabulary.codec import from_data, to_data
 
 
@@ -52,6 +63,14 @@ def test_task_fills_in_what_was_left_open(tmp_path: Path) -> None:
     assert full.budget_seconds < 120
     assert make_task(ProbeOptions(sizes=(64, 8, 64)), "cpu").sizes == (8, 64)
     assert from_data(ProbeTask, to_data(full)) == full
+    card = make_task(ProbeOptions(quick=True), "cuda")
+    for task in (quick, full, card):
+        assert task.needed_sizes == NEEDED_SIZES
+        assert set(NEEDED_SIZES) <= set(task.sizes)
+    assert make_task(ProbeOptions(sizes=(64, 8)), "cuda").needed_sizes == ()  # what was asked for, and no more
+    assert (card.attention_lengths[0], full.attention_lengths[:2]) == (4096, (4096, 2048))
+    assert (card.matmul_sizes["bf16"][0], full.matmul_sizes["bf16"][0]) == (4096, 4096)
+    assert 8192 in card.matmul_sizes["bf16"]
 
 
 def test_places() -> None:
@@ -74,6 +93,17 @@ def test_what_torchrun_started_must_be_what_was_asked_for() -> None:
         module.check_place(
             Place(rank=2, world_size=3, local_rank=0, local_world_size=1), ProbeOptions(), {"GROUP_RANK": "1"}
         )
+
+
+def test_cards_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing torch in the parent would take as long as the ranks' own import, and before it."""
+    monkeypatch.setattr(module.inventory, "has_nvidia_device", lambda: True)
+    monkeypatch.setattr(module, "count_cuda_cards", lambda: 2)
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it would raise
+    assert choose_ranks(ProbeOptions()) == ("cuda", 2)
+    monkeypatch.setattr(module, "count_cuda_cards", lambda: Unreadable(why="no libcuda"))
+    with pytest.raises(MissingExtraError):
+        choose_ranks(ProbeOptions())
 
 
 def test_ranks_follow_cards_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
