@@ -121,6 +121,18 @@ def contradictions(run: RunFile) -> list[str]:
         problems.append(f"tuning is full, and {key} is true; take one of them out")
     if run.bf16_pure and not run.bf16:
         problems.append("bf16_pure is true, and bf16 is false; take one of them out")
+    if run.fp8 and (run.bf16_pure or not run.bf16):
+        problems.append(
+            f"fp8 is true, which keeps fp32 masters and computes the rest in bf16, but bf16 is {run.bf16} and "
+            f"bf16_pure is {run.bf16_pure}; take fp8 out, or the other"
+        )
+    if run.learning_rate_base_batch is not None and run.learning_rate is None:
+        problems.append(
+            f"learning_rate_base_batch is {run.learning_rate_base_batch}, and there is no learning_rate that belongs "
+            "to it; give both"
+        )
+    if run.merge_adapters and not run.save_final:
+        problems.append("merge_adapters is true, and save_final is false; nothing would be exported, take one out")
     if run.warmup_steps and run.warmup_ratio:
         problems.append(
             f"warmup_steps ({run.warmup_steps}) and warmup_ratio ({run.warmup_ratio}) are both given; one decides"
@@ -131,7 +143,7 @@ def contradictions(run: RunFile) -> list[str]:
 _AT_LEAST_ONE = (
     "max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size",
     "per_device_eval_batch_size", "max_steps", "lora_r", "lora_alpha", "logging_steps", "eval_steps", "save_steps",
-    "save_total_limit", "sample_max_new_tokens",
+    "save_total_limit", "sample_max_new_tokens", "learning_rate_base_batch",
 )  # fmt: skip
 _NOT_NEGATIVE = ("warmup_steps", "weight_decay", "max_grad_norm", "learning_rate", "seed")
 _SHARES = ("lora_dropout", "warmup_ratio", "adam_beta1", "adam_beta2")

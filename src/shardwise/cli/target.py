@@ -106,7 +106,11 @@ def keys_of(plan: Plan) -> dict[str, Any]:
         "lora_target_modules": list(job.lora.target_modules),
         "zero_stage": strategy.zero_stage,
         "gradient_checkpointing": strategy.checkpointing,
-        "bf16": strategy.precision in ("bf16", "bf16_pure"),
+        "use_dora": job.lora.use_dora,
+        "use_rslora": job.lora.use_rslora,
+        "offload": strategy.offload,
+        "bf16": strategy.precision != "fp32",
+        "fp8": strategy.precision == "fp8",
         "bf16_pure": strategy.precision == "bf16_pure",
         "reduce_dtype": strategy.reduce_dtype,
         "torch_compile": strategy.compile_blocks,
@@ -118,7 +122,7 @@ _DECIDED = (
     "model_name_or_path", "max_length", "packing", "attn_implementation", "per_device_train_batch_size",
     "gradient_accumulation_steps", "global_batch_size", "optim", "tuning", "use_peft", "load_in_4bit", "lora_r",
     "lora_alpha", "lora_dropout", "lora_target_modules", "zero_stage", "gradient_checkpointing", "bf16", "bf16_pure",
-    "reduce_dtype", "torch_compile", "loss",
+    "fp8", "reduce_dtype", "torch_compile", "loss", "offload", "use_dora", "use_rslora",
 )  # fmt: skip
 """Keys that a plan rests on."""
 

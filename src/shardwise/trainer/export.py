@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import CheckpointError
+from shardwise.levers.adapters.apply_nf4 import PACKED, Nf4Linear, packed_layers
 from shardwise.trainer.checkpoint.folder import check_disk
 from shardwise.trainer.checkpoint.ranks import Ranks
 from shardwise.trainer.checkpoint.state import clean_name, model_tensors, unwrap
@@ -171,14 +172,18 @@ def _pieces(model: nn.Module, options: ExportOptions) -> tuple[dict[str, _Piece]
         return _adapter_pieces(model, options), []
     _refuse_unknown(unpeft(model))
     dtype = export_dtype(model, options)
+    packed = {f"{clean_name(name)}.{PACKED}": layer for name, layer in packed_layers(unwrap(model)).items()}
     pieces: dict[str, _Piece] = {}
     for name, tensor in model_tensors(model).items():
         plain = plain_name(name)
         if plain is None or _is_shadowed(name, model, options):
             continue
+        shape, out = tuple(tensor.shape), dtype if tensor.is_floating_point() else tensor.dtype
         produce = _merged(model, name, options) or (lambda tensor=tensor: whole(tensor))
-        out = dtype if tensor.is_floating_point() else tensor.dtype
-        pieces[plain] = _Piece(spec=TensorSpec(key=plain, dtype=out, shape=tuple(tensor.shape)), produce=produce)
+        if (layer := packed.get(name)) is not None:
+            plain, shape, out = plain.removesuffix(PACKED) + "weight", tuple(layer.shape), dtype
+            produce = _merged(model, name, options) or (lambda layer=layer: unpacked(layer).weight)
+        pieces[plain] = _Piece(spec=TensorSpec(key=plain, dtype=out, shape=shape), produce=produce)
     return _settle_ties(model, pieces)
 
 
@@ -240,18 +245,21 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _merged(model: nn.Module, name: str, options: ExportOptions) -> Callable[[], torch.Tensor] | None:
-    """How to make the weight or bias of a layer with adapters; None for any other tensor."""
+    """How to make the weight or bias of a layer with adapters; None for any other tensor.
+
+    Adapters of a 4-bit layer are merged into what its bytes stand for, which is what they were trained beside.
+    """
     owner, dot, leaf = name.rpartition(".base_layer.")
     if not dot:
         return None
     layer = _find_module(model, owner)
-    base = layer.get_submodule("base_layer")
-    if not cast(torch.Tensor, base.weight).is_floating_point():
-        raise CheckpointError(
-            f"{owner} is quantized, and merging into quantized weights is not exact. Export the adapters, and merge "
-            "them into the model in full precision."
-        )
+    leaf = "weight" if leaf == PACKED else leaf
     return lambda: cast(torch.Tensor, getattr(_merge_layer(layer, options).get_submodule("base_layer"), leaf)).detach()
+
+
+def unpacked(layer: Nf4Linear) -> nn.Linear:
+    """A 4-bit layer as a plain one in fp32, without its bias; a collective if its bytes are sharded."""
+    return layer.unpacked(whole(layer.packed_weight), torch.float32)
 
 
 def _find_module(model: nn.Module, name: str) -> nn.Module:
@@ -269,7 +277,15 @@ def _merge_layer(layer: nn.Module, options: ExportOptions) -> nn.Module:
     tensor parallelism knows of it. fp32, so that the sum is rounded once, when it is written.
     """
     memo: dict[int, Any] = {}
+    base = layer.get_submodule("base_layer")
+    if isinstance(base, Nf4Linear):
+        plain = unpacked(base)
+        if (bias := cast(nn.Parameter | None, base.bias)) is not None:
+            plain.bias = nn.Parameter(whole(bias).float(), requires_grad=False)
+        memo[id(base)] = plain
     for parameter in layer.parameters():
+        if not parameter.is_floating_point():
+            continue
         memo[id(parameter)] = nn.Parameter(whole(parameter).float(), requires_grad=False)
     for module in layer.modules():
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):

@@ -101,9 +101,9 @@ def build_skeleton(
     config.use_cache = False
     template, model = (_make(config, attention, trust_remote_code=trust_remote_code) for _ in range(2))
     adapted = model if strategy.tuning == "full" else adapters.apply(model, lora)
+    precision.apply(model, strategy)
     if strategy.tuning == "qlora":
         nf4.apply(model)
-    precision.apply(model, strategy)
     model.train()
     buffers = {clean_name(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
     return Skeleton(
@@ -188,9 +188,12 @@ def initialize(skeleton: Skeleton, seed: int, device: torch.device) -> None:
 
 
 def initialize_adapters(skeleton: Skeleton, seed: int, device: torch.device) -> None:
-    """PEFT's values for adapters alone; the base keeps what it has."""
+    """PEFT's values for adapters alone; the base, which must have its values, keeps them. On every rank."""
     for name, parameter in plain_parameters(skeleton.model).items():
-        if adapters.is_adapter(name):
+        if adapters.is_magnitude(name):
+            layer = skeleton.model.get_submodule(adapters.adapted_layer(name))
+            assign(parameter, adapters.row_lengths(layer))
+        elif adapters.is_adapter(name):
             values = torch.empty(parameter.shape, dtype=torch.float32, device=device)
             adapters.initialize(name, values, torch.Generator(device).manual_seed(_stream(seed, name)))
             assign(parameter, values)

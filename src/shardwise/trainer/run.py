@@ -20,6 +20,7 @@ import torch.distributed as dist
 from shardwise.errors import CheckpointError, PlanMismatchError
 from shardwise.levers.optimizer import apply as optimizers
 from shardwise.trainer.checkpoint import Checkpointer, SaveOptions
+from shardwise.trainer.checkpoint.state import reseed
 from shardwise.trainer.data.batches import BatchOptions, BatchPlan, plan_batches
 from shardwise.trainer.data.collate import CollateOptions, collate
 from shardwise.trainer.data.store import TokenizedSet
@@ -62,6 +63,7 @@ from shardwise.vocabulary.strategy import Strategy
 __all__ = ["RunWishes", "build_model", "data_lengths", "run_training"]
 
 MEASURED_FILE, CLUSTER_FILE, FINAL_FOLDER = "measured.json", "cluster.yaml", "final"
+MERGED_FOLDER = "merged"
 
 
 def run_training(run: RunFile, strategy: Strategy, wishes: RunWishes | None = None) -> str:
@@ -198,7 +200,12 @@ def build_model(run: RunFile, strategy: Strategy, mesh: RankMesh, config: Any) -
         CheckpointError: The weights cannot be loaded.
     """
     lora = LoraSettings(
-        r=run.lora_r, alpha=run.lora_alpha, dropout=run.lora_dropout, target_modules=run.lora_target_modules
+        r=run.lora_r,
+        alpha=run.lora_alpha,
+        dropout=run.lora_dropout,
+        target_modules=run.lora_target_modules,
+        use_dora=run.use_dora,
+        use_rslora=run.use_rslora,
     )
     skeleton = build_skeleton(config, strategy, lora, run.attn_implementation, trust_remote_code=run.trust_remote_code)
     parallelize(skeleton, mesh, strategy)
@@ -241,7 +248,13 @@ def assemble(start: RunStart) -> tuple[LoopParts, Sampler | None]:
     skeleton = build_model(run, strategy, mesh, prepared.config)
     classes = ", ".join(f"{count} {name}" for name, count in wrapped_classes(skeleton.model).items())
     progress.say(f"{strategy.name}, {strategy.precision} on {mesh.device.type}: groups {classes}")
-    schedule = schedule_of(run, plan.num_steps, adapters=strategy.tuning != "full")
+    schedule = schedule_of(run, plan.num_steps, strategy)
+    if run.learning_rate_base_batch is not None:
+        progress.say(
+            f"learning_rate {run.learning_rate:g} belongs to a batch of {run.learning_rate_base_batch}; for "
+            f"{strategy.global_batch_size} it is {schedule.peak:.3g}, after {schedule.num_warmup_steps} steps of "
+            "warm-up"
+        )
     optimizer = optimizers.apply(skeleton.model, optimizer_settings(run, schedule.peak))
     stepper = Stepper(
         model=skeleton.model,
@@ -254,6 +267,7 @@ def assemble(start: RunStart) -> tuple[LoopParts, Sampler | None]:
     start.memory.model, start.memory.optimizer = skeleton.model, optimizer
     position, state = DataPosition(plan), RunState()
     app = app_state(skeleton, optimizer, strategy, {"data": position, "run": state}, seed=run.seed)
+    reseed(run.seed, 0, mesh.data_rank)  # dropout: other draws on ranks that see other data, the same in every run
     _resume(run, checkpointer, app, position, progress)
     source = functools.partial(_source, prepared, mesh, run)
     tracking = None
@@ -403,17 +417,23 @@ def _finish(parts: LoopParts, result: LoopResult, answers: _Answers, prepared: P
         state = parts.state.trainer_state(plan, result.num_steps, {})
         (folder / "trainer_state.json").write_text(codec.to_json(state))
     if run.save_final and not result.stopped_by:
-        report = export(
-            parts.skeleton.adapted,
-            folder / FINAL_FOLDER,
-            tokenizer=prepared.tokenizer,
-            options=ExportOptions(
-                base_model=run.model_name_or_path,
-                datasets=(run.dataset_name or "",),
-                dtype=_export_dtype(run, prepared.config),
-            ),
+        options = ExportOptions(
+            base_model=run.model_name_or_path,
+            datasets=(run.dataset_name or "",),
+            dtype=_export_dtype(run, prepared.config),
         )
+        report = export(
+            parts.skeleton.adapted, folder / FINAL_FOLDER, tokenizer=prepared.tokenizer, options=options
+        )  # fmt: skip
         parts.progress.say(f"Exported {report.num_tensors} tensors to {report.folder}")
+        if run.merge_adapters and parts.stepper.strategy.tuning != "full":
+            merged = export(
+                parts.skeleton.adapted,
+                folder / MERGED_FOLDER,
+                tokenizer=prepared.tokenizer,
+                options=dataclasses.replace(options, merge=True),
+            )
+            parts.progress.say(f"Exported {merged.num_tensors} tensors, adapters merged, to {merged.folder}")
 
 
 def _export_dtype(run: RunFile, config: Any) -> torch.dtype:

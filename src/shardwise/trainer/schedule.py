@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.vocabulary.run import RunFile, Scheduler
+from shardwise.planner.learning_rate import scaled
+from shardwise.vocabulary.run import OptimizerKey, RunFile, Scheduler
+from shardwise.vocabulary.strategy import Strategy
 
 FULL_LEARNING_RATE, ADAPTER_LEARNING_RATE = 2e-5, 2e-4
+LINEAR_OPTIMIZERS: tuple[OptimizerKey, ...] = ("sgd", "lamb")
+"""Their rate grows with the batch; that of the others, all of Adam's kind, with its root ([Note: scaling the rate])."""
+SCALED_WARMUP = 0.05
+"""Share of the steps over which a rate that was scaled up warms up, where the run file does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +37,23 @@ class Schedule:
         return self.peak * max(0.0, 0.5 * (1.0 + math.cos(math.pi * done)))
 
 
-def schedule_of(run: RunFile, num_steps: int, *, adapters: bool) -> Schedule:
-    """The schedule that a run file asks for.
+def schedule_of(run: RunFile, num_steps: int, strategy: Strategy) -> Schedule:
+    """The schedule that a run file asks for, scaled to the batch if it says which batch its rate belongs to.
+
+    A rate that was scaled up warms up (arXiv:1706.02677), whatever the scheduler.
 
     Args:
         run: For the scheduler, the rate and the warm-up.
         num_steps: Optimizer steps of the whole run.
-        adapters: Whether only adapters train, which want a higher rate.
+        strategy: For the batch, and whether only adapters train, which want a higher rate.
     """
-    default = ADAPTER_LEARNING_RATE if adapters else FULL_LEARNING_RATE
-    return Schedule(
-        kind=run.lr_scheduler_type,
-        peak=default if run.learning_rate is None else run.learning_rate,
-        num_warmup_steps=run.warmup_steps or math.ceil(run.warmup_ratio * num_steps),
-        num_steps=num_steps,
-    )
+    default = FULL_LEARNING_RATE if strategy.tuning == "full" else ADAPTER_LEARNING_RATE
+    rate = default if run.learning_rate is None else run.learning_rate
+    factor = strategy.global_batch_size / (run.learning_rate_base_batch or strategy.global_batch_size)
+    kind, warmup = run.lr_scheduler_type, run.warmup_steps or math.ceil(run.warmup_ratio * num_steps)
+    if factor > 1:
+        warmup = warmup or math.ceil(SCALED_WARMUP * num_steps)
+        kind = "constant_with_warmup" if kind == "constant" else kind
+    both = scaled(rate, factor)
+    peak = both.linear if run.optim in LINEAR_OPTIMIZERS else both.square_root
+    return Schedule(kind=kind, peak=peak, num_warmup_steps=warmup, num_steps=num_steps)

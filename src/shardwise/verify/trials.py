@@ -78,7 +78,12 @@ def job_of(run: RunFile, cluster: Cluster, lengths: SequenceLengths | None = Non
         reduce_dtype=run.reduce_dtype,
         optimizer=_OPTIMIZERS[run.optim],
         lora=LoraSettings(
-            r=run.lora_r, alpha=run.lora_alpha, dropout=run.lora_dropout, target_modules=run.lora_target_modules
+            r=run.lora_r,
+            alpha=run.lora_alpha,
+            dropout=run.lora_dropout,
+            target_modules=run.lora_target_modules,
+            use_dora=run.use_dora,
+            use_rslora=run.use_rslora,
         ),
         attention=run.attn_implementation,
         packing=run.packing,
@@ -102,6 +107,8 @@ def precision_of(run: RunFile) -> Precision:
     """The dtypes, from transformers' switch and ours."""
     if run.bf16_pure:
         return "bf16_pure"
+    if run.fp8:
+        return "fp8"
     return "bf16" if run.bf16 else "fp32"
 
 
@@ -119,6 +126,7 @@ def wishes_of(run: RunFile) -> Wishes:
         checkpointing=checkpointing,
         loss=run.loss,
         compile_blocks=run.torch_compile,
+        offload=run.offload,
     )
 
 

@@ -26,6 +26,10 @@ class LoraSettings:
     target_modules: tuple[str, ...] = ("all-linear",)
     """Last parts of module names, or `all-linear` for every matrix of the blocks (not the head)."""
     adapter_dtype: Literal["fp32", "bf16"] = "fp32"
+    use_dora: bool = False
+    """Train the length of each row of a weight apart from its direction (arXiv:2402.09353)."""
+    use_rslora: bool = False
+    """Scale adapters by alpha / sqrt(r) instead of alpha / r (arXiv:2312.03732)."""
 
 
 @dataclass(frozen=True, kw_only=True)

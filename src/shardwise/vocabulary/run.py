@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwise.vocabulary.job import Attention, TuningWish
-from shardwise.vocabulary.strategy import Checkpointing, LossKind, ZeroStage
+from shardwise.vocabulary.strategy import Checkpointing, LossKind, Offload, ZeroStage
 
 OptimizerKey = Literal[
     "adamw_torch_fused", "adamw_torch", "adamw_bf16_states", "adamw_8bit", "paged_adamw_8bit", "lamb", "sgd"
@@ -67,6 +67,9 @@ class RunFile:
     """Optimizer steps; wins over num_train_epochs."""
     learning_rate: float | None = None
     """None: 2e-5 for full, 2e-4 for LoRA and QLoRA."""
+    learning_rate_base_batch: int | None = None
+    """The batch (sequences) that learning_rate was found for; it is scaled to this run's: by the factor itself for SGD
+    and LAMB, by its root for Adam, and a larger batch warms up."""
     lr_scheduler_type: Scheduler = "cosine"
     warmup_steps: int = 0
     warmup_ratio: float = 0.0
@@ -91,6 +94,12 @@ class RunFile:
     lora_alpha: int = 32
     lora_dropout: float = 0.0
     lora_target_modules: tuple[str, ...] = ("all-linear",)
+    use_dora: bool = False
+    """Adapters that train the length of each row of a weight apart from its direction."""
+    use_rslora: bool = False
+    """Scale adapters by alpha / sqrt(r) instead of alpha / r."""
+    merge_adapters: bool = False
+    """At the end, export the whole model with the adapters merged into it, beside the adapters."""
 
     # -- how it is split
     zero_stage: ZeroStage | None = None
@@ -100,6 +109,10 @@ class RunFile:
     """bf16 compute with fp32 master weights; false: fp32."""
     bf16_pure: bool = False
     """bf16 weights without fp32 masters."""
+    fp8: bool = False
+    """As bf16, with the blocks' matrix products in fp8 (cards from compute capability 8.9 on)."""
+    offload: Offload = "none"
+    """What waits in host memory: optimizer (masters and moments), or parameters as well."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients cross the wire."""
     torch_compile: bool | None = None

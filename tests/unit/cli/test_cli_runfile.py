@@ -74,7 +74,7 @@ def test_every_problem_at_once_each_with_its_line(tmp_path: Path) -> None:
     )
     text = "\n".join(lines)
     assert problems(tmp_path, text, {"max_steps": "ten"}) == (
-        "run.yaml: line 2: unknown key 'learning_rat'; did you mean 'learning_rate'?",
+        "run.yaml: line 2: unknown key 'learning_rat'; did you mean 'learning_rate' or 'learning_rate_base_batch'?",
         "run.yaml: line 4: unknown key 'base_model'; here it is called 'model_name_or_path'",
         "run.yaml: line 5: fsdp is decided by the plan here; take it out "
         "(zero_stage and gradient_checkpointing pin what you want)",

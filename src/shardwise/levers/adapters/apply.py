@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError
+from shardwise.levers.adapters.apply_nf4 import Nf4Linear
 from shardwise.vocabulary.job import LoraSettings
 
 
@@ -27,6 +29,8 @@ def peft_config(settings: LoraSettings) -> Any:
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=targets,
+        use_dora=settings.use_dora,
+        use_rslora=settings.use_rslora,
         bias="none",
     )
 
@@ -59,6 +63,32 @@ def apply(model: nn.Module, settings: LoraSettings) -> Any:
 def is_adapter(name: str) -> bool:
     """Whether a parameter's name is one of an adapter."""
     return ".lora_" in name
+
+
+def is_magnitude(name: str) -> bool:
+    """Whether a parameter's name is that of DoRA's lengths of rows."""
+    return ".lora_magnitude_vector." in name
+
+
+def adapted_layer(name: str) -> str:
+    """The adapted layer that an adapter's parameter belongs to."""
+    return name.split(".lora_")[0]
+
+
+@torch.no_grad()
+def row_lengths(layer: nn.Module) -> torch.Tensor:
+    """The lengths that DoRA starts with: those of the rows of the frozen matrix, as B is 0. [out], fp32.
+
+    On every rank: a sharded matrix's lengths are gathered.
+    """
+    base = layer.get_submodule("base_layer")
+    if isinstance(base, Nf4Linear):
+        packed = base.packed_weight
+        whole = packed.full_tensor() if isinstance(packed, DTensor) else packed
+        return torch.linalg.vector_norm(base.unpacked(whole, torch.float32).weight, dim=1)
+    weight = base.get_parameter("weight")
+    lengths = torch.linalg.vector_norm(weight.float(), dim=1)
+    return lengths.full_tensor() if isinstance(lengths, DTensor) else lengths
 
 
 def initialize(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:

@@ -8,8 +8,8 @@
     elements                   half a byte each, row by row
 
 So it is sharded, gathered, kept and counted like any frozen parameter, scales included, and what crosses the wire are
-bytes: packed in a floating-point dtype they may come out changed, because some bytes are NaNs, which arithmetic rewrites
-(bitsandbytes#1945). The fp32 numbers come first so that they are aligned.
+bytes: packed in a floating-point dtype they may come out changed, because some of them are NaNs, which arithmetic
+rewrites (bitsandbytes#1945). The fp32 numbers come first so that they are aligned.
 
 Shapes: out and in are those of the matrix, B rows of input.
 """
@@ -86,7 +86,9 @@ class _Product(torch.autograd.Function):
     """x times the unpacked matrix, which is unpacked again in backward instead of being kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, scale_map: Tensor, bias: Tensor | None, shape: torch.Size) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, packed: Tensor, scale_map: Tensor, bias: Tensor | None, shape: torch.Size
+    ) -> Tensor:
         """Product in the input's dtype: [B, in] -> [B, out]."""
         ctx.save_for_backward(packed, scale_map)
         ctx.shape = shape
@@ -112,7 +114,7 @@ class Nf4Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, linear.weight.dtype
         empty = torch.empty(num_packed_bytes(self.shape.numel()), dtype=torch.uint8, device=linear.weight.device)
         self.packed_weight = nn.Parameter(empty, requires_grad=False)
         self.register_parameter("bias", linear.bias)
@@ -123,6 +125,11 @@ class Nf4Linear(nn.Module):
     def shape(self) -> torch.Size:
         """[out, in]."""
         return torch.Size((self.out_features, self.in_features))
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix, unpacked in the dtype that the layer had; for DoRA, which needs the lengths of its rows."""
+        return unpack(self.packed_weight, self.scale_map, self.shape, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
