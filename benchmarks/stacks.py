@@ -8,6 +8,7 @@ cases. There is no constant for a single case.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -92,7 +93,7 @@ def breakdown(place: PeerPlacement, stack: Stack, cluster: Cluster) -> MemoryBre
 
 def _states(place: PeerPlacement, stack: Stack) -> tuple[Term, ...]:
     if stack.modules not in ("plain", "ddp"):
-        return replicate.stores(place) + shard.stores(place)
+        return tuple(_head_first(place, replicate.stores(place) + shard.stores(place)))
     terms = list(fully_shard.weights(place))
     if stack.nf4 == "single" and place.quantized:
         extra = place.quantized * (NF4_BYTES - NF4_DOUBLE_BYTES)
@@ -112,6 +113,19 @@ def _states(place: PeerPlacement, stack: Stack) -> tuple[Term, ...]:
     if stack.modules == "ddp":
         terms.append(_term(Category.GRADIENT, "buckets of DistributedDataParallel", whole, ALWAYS))
     return tuple(terms)
+
+
+def _head_first(place: PeerPlacement, terms: tuple[Term, ...]) -> Iterator[Term]:
+    """Where the root holds embedding and head, only the head's gradient exists until backward reaches the embedding."""
+    untied = not place.own_embedding and not place.model.tie_word_embeddings and place.trains_all
+    for term in terms:
+        if term.name == "root gradients" and untied:
+            embedding = place.element_bytes * place.model.embedding_parameters
+            before = tuple(instant for instant in term.alive if instant is not Instant.REDUCE_LAST)
+            yield dataclasses.replace(term, bytes=term.bytes - embedding, alive=before)
+            yield dataclasses.replace(term, alive=(Instant.REDUCE_LAST,))
+        else:
+            yield term
 
 
 def _activations(place: PeerPlacement, stack: Stack) -> tuple[Term, ...]:

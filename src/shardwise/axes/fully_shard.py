@@ -7,21 +7,25 @@ R bytes of an element in compute, in the master copy and on the wire:
 
     weights            M * P / N, always
     gathered           E * W for the group in use; a second copy of it is the all_gather's output: of this group in
-                       forward (freed with the next one), of the next group in backward (prefetch)
+                       forward (freed with the next one, so that two outputs exist for a moment, and one at the loss),
+                       of the next group in backward (prefetch). One rank casts and needs no output
     kept gathered      stages 1 and 2 keep every group from its forward to its backward; the root always stays
-    block gradients    E * W once the block's backward has run; copied into the reduce_scatter's input, R * W, which
-                       lives until the next group's reduction
+    block gradients    E * W once the block's backward has run; copied into the reduction's input, R * W, which lives
+                       until the next group's reduction, so beside the next block's backward; on one rank too
     gradients          M * P / N once reduced; before that, where a stage accumulates whole gradients, R * P
     root gradients     E * root, from the head's backward to the end of the backward pass: the root is reduced last
 
-One rank in a group still casts and copies, but its reduce needs no input buffer of its own. What is offloaded to the
-host is not on the card: see `levers/offload`.
+`reduce_first` is the moment when the last block has been reduced and the block before it has run its backward.
+What is offloaded to the host is not on the card: see `levers/offload`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from shardwise.vocabulary.memory import ALWAYS, Category, Instant, Term, span
 from shardwise.vocabulary.placement import FROZEN_BYTES, Group, Placement
+from shardwise.vocabulary.timeline import Site
 
 SOURCE = "torch.distributed.fsdp.fully_shard, [Note: what fully_shard holds]"
 
@@ -81,28 +85,40 @@ def weights(place: Placement) -> tuple[Term, ...]:
 
 def gradients(place: Placement) -> tuple[Term, ...]:
     """Gradients that outlive the backward of their group."""
-    reduced = -(-place.trainable * place.master_bytes // place.strategy.dp_shard)
-    whole = place.trainable * place.reduce_bytes
-    before, until = (reduced, "sharded") if not whole_gradients(place) else (whole, "whole")
-    if place.strategy.offload != "none":
-        early = span(Instant.FORWARD, Instant.BACKWARD_LAST)
-        kept = before if whole_gradients(place) else 0
-        return (_gradient("accumulated gradients", kept, early, f"from earlier micro-batches, {until}"),)
-    last_groups = [group for group in place.groups if group.site != "block"]
-    pending = sum(group.elements and group.trainable for group in last_groups)
-    pending_bytes = -(-pending * place.master_bytes // place.strategy.dp_shard)
+    strategy, whole = place.strategy, whole_gradients(place)
+    reduced = _shard(place, place.trainable)
+    block, pending = _shard(place, _trainable(place, "block")), _shard(place, _pending(place))
+    kept = place.trainable * place.reduce_bytes if whole else reduced
     terms: list[Term] = []
-    if place.strategy.accumulation > 1:
+    if strategy.accumulation > 1 and (whole or strategy.offload == "none"):
         early = span(Instant.FORWARD, Instant.BACKWARD_LAST)
-        formula = f"from earlier micro-batches, {until}"
-        terms.append(_gradient("accumulated gradients", before, early, formula))
-    else:
-        terms.append(
-            _gradient("gradients", reduced - pending_bytes, (Instant.BACKWARD_LAST,), "of all blocks but the first")
-        )
-    terms.append(_gradient("gradients", reduced - pending_bytes, (Instant.REDUCE_LAST,), "of all blocks"))
+        formula = f"from earlier micro-batches, {'whole' if whole else 'sharded'}"
+        terms.append(_gradient("accumulated gradients", kept, early, formula))
+    if strategy.offload != "none":
+        return tuple(terms)
+    if not whole:
+        terms.append(_gradient("reduced block", block, (Instant.REDUCE_FIRST,), "the last block's shard"))
+        before = block if strategy.accumulation > 1 else reduced - pending - block
+        said = "one block's shard, to be added" if strategy.accumulation > 1 else "of all blocks but the first"
+        terms.append(_gradient("gradients", before, (Instant.BACKWARD_LAST,), said))
+    terms.append(_gradient("gradients", reduced - pending, (Instant.REDUCE_LAST,), "of all blocks"))
     terms.append(_gradient("gradients", reduced, (Instant.OPTIMIZER,), f"{place.master_bytes} B x trainable / shards"))
     return tuple(terms)
+
+
+def _shard(place: Placement, elements: int) -> int:
+    """Bytes of one rank's part of reduced gradients."""
+    return -(-elements * place.master_bytes // place.strategy.dp_shard)
+
+
+def _trainable(place: Placement, site: Site) -> int:
+    group = place.group(site)
+    return group.trainable if group else 0
+
+
+def _pending(place: Placement) -> int:
+    """Elements that are reduced after all blocks."""
+    return _trainable(place, "root") + _trainable(place, "embedding")
 
 
 def _gradient(name: str, num_bytes: int, alive: tuple[Instant, ...], formula: str) -> Term:
@@ -112,64 +128,72 @@ def _gradient(name: str, num_bytes: int, alive: tuple[Instant, ...], formula: st
 def gathered(place: Placement) -> tuple[Term, ...]:
     """Unsharded copies and the all_gather's buffers."""
     block = place.group("block")
-    block_bytes = managed_bytes(place, block) if block else 0
-    always = sum(managed_bytes(place, group) for group in place.groups if group.site == "root")
-    backward = span(Instant.FORWARD, Instant.BACKWARD_LAST)
+    one = managed_bytes(place, block) if block else 0
+    root = sum(managed_bytes(place, group) for group in place.groups if group.site == "root")
     if keeps_gathered(place):
-        whole = sum(group.count * managed_bytes(place, group) for group in place.groups)
-        kept = span(Instant.FORWARD, Instant.REDUCE_FIRST)
-        if place.strategy.zero_stage == 1 and place.strategy.accumulation > 1:
-            kept = backward
-        terms = [_temporary("gathered weights", whole, kept, f"{place.element_bytes} B x all managed parameters")]
-        if Instant.BACKWARD_LAST not in kept:
-            terms.append(
-                _temporary("gathered weights", always + block_bytes, (Instant.BACKWARD_LAST,), "root and one block")
-            )
-    else:
-        terms = [
-            _temporary("gathered root", always, backward, f"{place.element_bytes} B x root, stays until its backward"),
-            _temporary("gathered block", block_bytes, _IN_BLOCKS, f"{place.element_bytes} B x one block"),
-            _temporary("all_gather output", block_bytes, _BUFFERED, "this block in forward, the next in backward"),
-        ]
+        return tuple(_kept_gathered(place, one, root))
+    whole = whole_gradients(place)
+    held = (*_IN_BLOCKS, *(() if whole else (Instant.REDUCE_FIRST,)))
+    element = place.element_bytes
+    terms = [
+        _temporary("gathered root", root, span(Instant.FORWARD, Instant.BACKWARD_LAST), f"{element} B x root"),
+        _temporary("gathered block", one, held, f"{element} B x one block"),
+    ]
+    if place.strategy.dp_shard > 1:
+        buffered = tuple(instant for instant in (*held, Instant.LOSS) if instant is not Instant.BACKWARD_LAST)
+        ahead = (Instant.FORWARD, Instant.EVALUATION)
+        terms.append(_temporary("all_gather output", one, buffered, "of this block in forward, the next in backward"))
+        terms.append(_temporary("next all_gather output", one, ahead, "of the next block, while this one's is held"))
     return tuple(terms)
 
 
 _IN_BLOCKS = (Instant.FORWARD, Instant.BACKWARD_FIRST, Instant.BACKWARD_LAST, Instant.EVALUATION)
-_BUFFERED = (Instant.FORWARD, Instant.BACKWARD_FIRST, Instant.REDUCE_FIRST, Instant.EVALUATION)
+
+
+def _kept_gathered(place: Placement, one: int, root: int) -> Iterator[Term]:
+    """Stages 1 and 2: everything from its forward to its backward; stage 1 until the last micro-batch's."""
+    everything = sum(group.count * managed_bytes(place, group) for group in place.groups)
+    until_backward = span(Instant.FORWARD, Instant.BACKWARD_FIRST)
+    yield _temporary(
+        "gathered weights", everything, until_backward, f"{place.element_bytes} B x all managed parameters"
+    )
+    yield _temporary("gathered weights", everything - one, (Instant.REDUCE_FIRST,), "all but the last block")
+    stays = place.strategy.zero_stage == 1 and place.strategy.accumulation > 1
+    last = everything if stays else root + one
+    said = "stays for the next micro-batch" if stays else "root and one block"
+    yield _temporary("gathered weights", last, (Instant.BACKWARD_LAST,), said)
 
 
 def reductions(place: Placement) -> tuple[Term, ...]:
     """Unsharded gradients on their way, and the reduction's input."""
-    reduce_bytes, element = place.reduce_bytes, place.element_bytes
-    block = place.group("block")
-    block_trainable = block.trainable if block else 0
-    last = {group.site: group.trainable for group in place.groups if group.site != "block"}
-    root, embedding = last.get("root", 0), last.get("embedding", 0)
-    terms = [
-        _temporary(
-            "root gradients", element * root, span(Instant.BACKWARD_FIRST, Instant.REDUCE_LAST), "until the end"
-        ),
-        _temporary("block gradients", element * block_trainable, _REDUCING, f"{element} B x one block"),
-    ]
-    if place.strategy.data_parallel > 1:
-        terms.append(
-            _temporary("reduction input", reduce_bytes * block_trainable, _REDUCED, f"{reduce_bytes} B x one block")
-        )
-        end = max(
-            (element + reduce_bytes) * root + element * embedding - element * root, (element + reduce_bytes) * embedding
-        )
-        terms.append(
-            _temporary(
-                "last reductions", end, (Instant.REDUCE_LAST,), f"({element} + {reduce_bytes}) B x root or embedding"
-            )
-        )
+    wire, element = place.reduce_bytes, place.element_bytes
+    block = _trainable(place, "block")
+    root, embedding = _trainable(place, "root"), _trainable(place, "embedding")
+    until_end = span(Instant.BACKWARD_FIRST, Instant.REDUCE_LAST)
+    terms = [_temporary("root gradients", element * root, until_end, "until the end")]
+    if whole_gradients(place):
+        terms += _reduced_from_whole(place)
     else:
-        terms.append(_temporary("embedding gradients", element * embedding, (Instant.REDUCE_LAST,), "reduced last"))
+        during = (Instant.REDUCE_FIRST, Instant.BACKWARD_LAST)
+        terms.append(_temporary("block gradients", element * block, during, f"{element} B x one block"))
+        terms.append(_temporary("reduction input", wire * block, during, f"{wire} B x the block before"))
+    end = max(wire * root + element * embedding, (element + wire) * embedding)
+    formula = f"({element} + {wire}) B x root or embedding"
+    terms.append(_temporary("last reductions", end, (Instant.REDUCE_LAST,), formula))
     return tuple(terms)
 
 
-_REDUCING = (Instant.REDUCE_FIRST, Instant.BACKWARD_LAST)
-_REDUCED = (Instant.REDUCE_FIRST, Instant.BACKWARD_LAST)
+def _reduced_from_whole(place: Placement) -> Iterator[Term]:
+    """Whole gradients of the last block are copied into the reduction, or have been and the next block runs."""
+    wire, element = place.reduce_bytes, place.element_bytes
+    block = place.group("block")
+    trainable = block.trainable if block else 0
+    runs = element * trainable + _shard(place, trainable)
+    if not keeps_gathered(place) and block is not None:
+        runs += managed_bytes(place, block) * (2 if place.strategy.dp_shard > 1 else 1)
+    size = max(wire * trainable, runs)
+    yield _temporary("reduction of whole gradients", size, (Instant.REDUCE_FIRST,), "its input, or the next block")
+    yield _temporary("block gradients", element * trainable, (Instant.BACKWARD_LAST,), f"{element} B x one block")
 
 
 def _temporary(name: str, num_bytes: int, alive: tuple[Instant, ...], formula: str) -> Term:
