@@ -13,6 +13,7 @@ launcher reads them and ends the others.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import pickle
@@ -61,6 +62,11 @@ class HangLimits:
     def beat_s(self) -> float:
         """Between two words of a rank."""
         return min(5.0, self.silent_s / 4)
+
+
+def limits_of(hang_timeout: float) -> HangLimits:
+    """The limits that a run file's `hang_timeout` means, in seconds; 0: no watch."""
+    return HangLimits(silent_s=min(SILENT_S, hang_timeout), stuck_s=hang_timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +127,7 @@ class HangWatch:
         if self._size == 1 or self._limits.stuck_s <= 0:
             yield self
             return
-        store: Any = c10d._get_default_store()
+        store: Any = c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]  # torch has no public name for it
         store = store.clone() if hasattr(store, "clone") else store  # a connection of its own
         store.set_timeout(timedelta(seconds=self._limits.silent_s))
         thread = threading.Thread(target=self._watch, args=(store,), name="shardwise-watch", daemon=True)
@@ -227,7 +233,7 @@ def judge(ranks: Mapping[int, Seen], limits: HangLimits) -> TrainingError | None
     others = {rank: seen for rank, seen in ranks.items() if rank not in silent}
     if silent:
         names = "; ".join(
-            f"rank {rank} (process {seen.beat.pid} on {seen.beat.host}, last in {seen.beat.what})"
+            f"rank {rank} (process {seen.beat.pid} on {seen.beat.host}, last heard of in {seen.beat.what})"
             for rank, seen in silent.items()
         )
         age = format_seconds(max(seen.silent_s for seen in silent.values()))
@@ -300,7 +306,7 @@ def what_it_waits_in() -> str:
         return recorded
     me = threading.get_ident()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in sys._current_frames().items():
+    for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]  # documented all the same
         if ident != me and not names.get(ident, "").startswith("shardwise-"):
             found = collective_of(frame)
             if found:
@@ -322,8 +328,8 @@ def collective_of(frame: FrameType | None) -> str:
 
 def _flight_recorder() -> str:
     """The oldest collective on the card that has not ended, such as `nccl:all_gather (number 1234)`."""
-    bindings: Any = getattr(torch._C, "_distributed_c10d", None)
-    dump: Any = getattr(bindings, "_dump_fr_trace", None) or getattr(bindings, "_dump_nccl_trace", None)
+    bindings: Any = importlib.import_module("torch._C._distributed_c10d")
+    dump: Any = getattr(bindings, "_dump_nccl_trace", None) or getattr(bindings, "_dump_fr_trace", None)
     if dump is None:
         return ""
     try:

@@ -99,7 +99,7 @@ def check_effective_batch(plan: BatchPlan, strategy: Strategy) -> None:
     options = plan.options
     found = (options.micro_batch, options.num_ranks, options.global_batch)
     planned = (strategy.micro_batch_size, strategy.data_parallel, strategy.global_batch_size)
-    names = ("micro-batch", "data-parallel ranks", "global batch")
+    names = ("micro-batch", "number of data-parallel ranks", "global batch")
     problems = [
         f"The {name} is {is_}, but the strategy says {should}: the learning rate was chosen for another batch."
         for name, is_, should in zip(names, found, planned, strict=True)
