@@ -46,7 +46,7 @@ WIRES = (
     Wire(
         name="nvlink",
         switches={},
-        budget_seconds=45,
+        budget_seconds=42,
         before={
             "all_reduce": (107, 304, 344, 359),
             "all_gather": (62, 259, 313, 333),
@@ -56,7 +56,7 @@ WIRES = (
     Wire(
         name="host memory",
         switches={"NCCL_P2P_DISABLE": "1"},
-        budget_seconds=20,
+        budget_seconds=18,
         before={
             "all_reduce": (27, 23, 24, None),
             "all_gather": (24, 23, 24, None),
@@ -66,7 +66,7 @@ WIRES = (
     Wire(
         name="sockets",
         switches={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
-        budget_seconds=25,
+        budget_seconds=22,
         before={
             "all_reduce": (2.2, 2.1, None, None),
             "all_gather": (2.5, 2.0, None, None),
@@ -75,7 +75,11 @@ WIRES = (
     ),
 )
 GRACE_SECONDS = 20.0
-"""For starting ranks and for the last message under way, on top of a wire's budget."""
+"""For the ranks' end and for the last message under way, on top of a wire's budget; all three wires within 142 s."""
+AGREEMENT = 0.05
+AGREEMENT_BYTES = 512 * MIB
+"""From this size up bus bandwidth must agree with what was measured before on as many cards."""
+RANKS_BEFORE = 4
 
 
 def main() -> int:
@@ -90,7 +94,12 @@ def main() -> int:
     results: dict[str, object] = {}
     for number, wire in enumerate(WIRES):
         report, why = run_child(number, wire, arguments)
-        results[wire.name] = {"switches": wire.switches, "why_not": why, "report": report and to_data(report)}
+        results[wire.name] = {
+            "switches": wire.switches,
+            "why_not": why,
+            "bus_bandwidth": [] if report is None else compared(wire, report),
+            "report": report and to_data(report),
+        }
         print(f"\n{wire.name} ({' '.join(f'{k}={v}' for k, v in wire.switches.items()) or 'default'})")
         print(f"  failed: {why}" if report is None else table(wire, report), flush=True)
         # After each wire, so that a limit on the whole run loses only what came after it.
@@ -148,8 +157,27 @@ def measure_wire(number: int, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def compared(wire: Wire, report: ProbeReport) -> list[dict[str, object]]:
+    """Bus bandwidth over all ranks at the shown sizes, beside what was measured before on four cards."""
+    rows: list[dict[str, object]] = []
+    records = {(record.op, record.bytes): record for record in report.findings.wire if record.grouping == "all"}
+    for op in OPS:
+        for size, before in zip(SHOWN, wire.before[op], strict=True):
+            record = records.get((op, size))
+            if record is None:
+                continue
+            share = None if before is None else record.bus_bandwidth / GB / before
+            judged = share is not None and size >= AGREEMENT_BYTES and record.ranks == RANKS_BEFORE
+            rows.append({
+                "op": op, "bytes": size, "ranks": record.ranks, "gb_per_s": record.bus_bandwidth / GB,
+                "before_gb_per_s": before, "over_before": share,
+                "within_5_percent": abs(share - 1) <= AGREEMENT if judged and share is not None else None,
+            })  # fmt: skip
+    return rows
+
+
 def table(wire: Wire, report: ProbeReport) -> str:
-    """Bus bandwidth over all ranks, and the share of what was measured before."""
+    """Bus bandwidth over all ranks, and the share of what was measured before on four."""
     records = {(record.op, record.bytes): record for record in report.findings.wire if record.grouping == "all"}
     lines = [
         f"  {'GB/s, ' + str(len(report.findings.ranks)) + ' ranks':<16}"

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ def ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RanksRun:
         script = tmp_path / "rank.sh"
         script.write_text(f"#!/bin/sh\nFOLDER=$3\n{body}\n")
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setattr(module.sys, "executable", str(script))
+        monkeypatch.setattr(sys, "executable", str(script))
 
     return replace
 

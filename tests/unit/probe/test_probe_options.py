@@ -6,6 +6,7 @@ import pytest
 
 from shardwise.errors import MissingExtraError, UsageError
 from shardwise.facts.machine import Unreadable
+from shardwise.probe import inventory
 from shardwise.probe import launch as module
 from shardwise.probe.launch import choose_ranks, measure
 from shardwise.probe.options import (
@@ -97,7 +98,7 @@ def test_what_torchrun_started_must_be_what_was_asked_for() -> None:
 
 def test_cards_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing torch in the parent would take as long as the ranks' own import, and before it."""
-    monkeypatch.setattr(module.inventory, "has_nvidia_device", lambda: True)
+    monkeypatch.setattr(inventory, "has_nvidia_device", lambda: True)
     monkeypatch.setattr(module, "count_cuda_cards", lambda: 2)
     monkeypatch.setitem(sys.modules, "torch", None)  # importing it would raise
     assert choose_ranks(ProbeOptions()) == ("cuda", 2)
@@ -108,7 +109,7 @@ def test_cards_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_ranks_follow_cards_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_num_gpus", lambda: 4)
-    monkeypatch.setattr(module.inventory, "num_usable_cpus", lambda: 4)
+    monkeypatch.setattr(inventory, "num_usable_cpus", lambda: 4)
     assert choose_ranks(ProbeOptions()) == ("cuda", 4)
     assert choose_ranks(ProbeOptions(ranks=2)) == ("cuda", 2)
     assert choose_ranks(ProbeOptions(device="cpu")) == ("cpu", 2)

@@ -26,8 +26,14 @@ def look(scene: Scene) -> Iterator[Answer]:
         yield gap(CHECK.id, f"the environment of {source}", problem)
     for name, setting in scene.switches.in_force.items():
         variable = variables().get(name)
-        if variable is not None and variable.takes_bandwidth(setting.value):
+        if variable is not None and variable.takes_bandwidth(setting.value) and not _told_with_p2p(scene, name):
             yield _judge(scene, variable, setting)
+
+
+def _told_with_p2p(scene: Scene, name: str) -> bool:
+    """Whether NCCL_SHM_DISABLE only decides what NCCL_P2P_DISABLE falls back to; that finding names both."""
+    blocked = any(found.switch == "NCCL_P2P_DISABLE" and found.p2p_possible for found in scene.known_predictions)
+    return name == "NCCL_SHM_DISABLE" and blocked
 
 
 def _judge(scene: Scene, variable: Variable, setting: Setting) -> Finding:

@@ -296,7 +296,6 @@ CASES: dict[str, Case] = {
     "p2p-and-shm-disabled-on-nvlink": Case(
         spec=eight_h100(environment={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}),
         findings=["nccl-switches"],
-        notes=["nccl-switches"],
         words=["NVLink lies idle", "the network", "NCCL_P2P_DISABLE and NCCL_SHM_DISABLE"],
     ),
     "conf-file-sets-level": Case(
