@@ -20,9 +20,8 @@ def main(folder: Path) -> int:
     """Print and write the summary; 0 if every wire was judged right."""
     rows = [row(folder, *line.split()) for line in (folder / "doctor_times.txt").read_text().splitlines()]
     for each in rows:
-        print(
-            f"\n{each['wire']}: exit {each['exit_code']}, {each['seconds']:.1f} s, {'; '.join(each['wrong']) or 'right'}"
-        )
+        verdict = "; ".join(each["wrong"]) or "right"
+        print(f"\n{each['wire']}: exit {each['exit_code']}, {each['seconds']:.1f} s, {verdict}")
         for finding in each["findings"]:
             print(f"  [{finding['severity']}] {finding['headline']}")
             print(f"    {cost(finding['cost'])}")
