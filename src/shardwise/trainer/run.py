@@ -143,7 +143,7 @@ def _train(start: RunStart) -> str:
     try:
         answers = _Answers(sampler, run.sample_prompt)
         if parts.position.next_step == 0:
-            _compare_with_plain(run, parts, strategy, mesh)
+            compare_with_plain(run, parts, strategy, mesh)
             answers.take("before", parts.progress)
             if parts.held_out is not None:
                 loop.evaluate(0)
@@ -164,13 +164,13 @@ def _train(start: RunStart) -> str:
     return str(folder)
 
 
-def _compare_with_plain(run: RunFile, parts: LoopParts, strategy: Strategy, mesh: RankMesh) -> None:
+def compare_with_plain(run: RunFile, parts: LoopParts, strategy: Strategy, mesh: RankMesh) -> None:
     """Real weights of a small model, one document a row, no foreign code: the first loss is known from elsewhere."""
     if run.random_init or run.packing or run.trust_remote_code or run.attn_implementation == "flash":
         return
     first = next(micro for micro in parts.train.plan.micro_batches(0) if not micro.is_empty)
     batch = collate(parts.train.tokenized, first, parts.train.collate)
-    said = check_first_loss(parts.skeleton, _weights_folder(run), batch, strategy, mesh)
+    said = check_first_loss(parts.skeleton, weights_folder(run), batch, strategy, mesh)
     if said is not None:
         parts.progress.say(said)
 
@@ -213,7 +213,7 @@ def build_model(run: RunFile, strategy: Strategy, mesh: RankMesh, config: Any) -
     if run.random_init:
         initialize(skeleton, run.seed, mesh.device)
     else:
-        load_pretrained_sharded(skeleton.adapted, _weights_folder(run))
+        load_pretrained_sharded(skeleton.adapted, weights_folder(run))
         initialize_adapters(skeleton, run.seed, mesh.device)
     verify_wrapping(skeleton, mesh, strategy)
     check_buffers(skeleton.model, skeleton.buffers)
@@ -221,7 +221,7 @@ def build_model(run: RunFile, strategy: Strategy, mesh: RankMesh, config: Any) -
     return skeleton
 
 
-def _weights_folder(run: RunFile) -> str:
+def weights_folder(run: RunFile) -> str:
     """A local folder with the weights; fetched from the hub if it is not one yet."""
     if Path(run.model_name_or_path).is_dir():
         return run.model_name_or_path
@@ -417,11 +417,7 @@ def _finish(parts: LoopParts, result: LoopResult, answers: _Answers, prepared: P
         state = parts.state.trainer_state(plan, result.num_steps, {})
         (folder / "trainer_state.json").write_text(codec.to_json(state))
     if run.save_final and not result.stopped_by:
-        options = ExportOptions(
-            base_model=run.model_name_or_path,
-            datasets=(run.dataset_name or "",),
-            dtype=_export_dtype(run, prepared.config),
-        )
+        options = export_options(run, prepared.config)
         report = export(
             parts.skeleton.adapted, folder / FINAL_FOLDER, tokenizer=prepared.tokenizer, options=options
         )  # fmt: skip
@@ -434,6 +430,13 @@ def _finish(parts: LoopParts, result: LoopResult, answers: _Answers, prepared: P
                 options=dataclasses.replace(options, merge=True),
             )
             parts.progress.say(f"Exported {merged.num_tensors} tensors, adapters merged, to {merged.folder}")
+
+
+def export_options(run: RunFile, config: Any) -> ExportOptions:
+    """How a run's model is exported."""
+    return ExportOptions(
+        base_model=run.model_name_or_path, datasets=(run.dataset_name or "",), dtype=_export_dtype(run, config)
+    )  # fmt: skip
 
 
 def _export_dtype(run: RunFile, config: Any) -> torch.dtype:
