@@ -75,7 +75,9 @@ def check_first_loss(skeleton: Skeleton, folder: str, batch: Batch, strategy: St
 def _plain_loss(skeleton: Skeleton, folder: str, input_ids: torch.Tensor, labels: torch.Tensor) -> float:
     """Mean loss of one row by transformers' model on the CPU in fp32: [1, T], [1, T] -> number."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # the run has a line of its own
     attention: Any = skeleton.template.config._attn_implementation
     plain = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention, local_files_only=True
