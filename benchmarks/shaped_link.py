@@ -26,6 +26,7 @@ from pathlib import Path
 
 from shardwise.probe import ProbeOptions, probe
 from shardwise.probe.findings import ProbeReport
+from shardwise.probe.options import Part
 from shardwise.vocabulary.codec import from_data, to_json
 from shardwise.vocabulary.timeline import bus_factor
 from shardwise.vocabulary.units import KIB, MIB
@@ -45,9 +46,10 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=45.0, help="seconds of measuring for each rate")
     parser.add_argument("--out", type=Path, help="folder for the result")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--parts", nargs="+", default=["wire"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
-        return measure_in_namespace(arguments.child, arguments.budget)
+        return measure_in_namespace(arguments.child, arguments.budget, tuple(arguments.parts))
     why = why_impossible()
     if why:
         print(f"cannot shape a link here: {why}")
@@ -119,35 +121,47 @@ def shaped_link(mbit: float) -> Generator[None]:
 
 def measure_shaped(mbit: float, budget: float) -> dict[str, object]:
     """What the probe says about a link of `mbit`."""
+    return row(mbit, probe_shaped(mbit, budget, ("wire",)))
+
+
+def probe_shaped(mbit: float, budget: float, parts: tuple[Part, ...]) -> ProbeReport:
+    """The whole report of a probe over a link of `mbit`."""
     with shaped_link(mbit), tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "report.json"
-        launches = [start(node, result, budget) for node in range(2)]
-        try:
-            texts = [launch.communicate(timeout=budget + 120)[0] for launch in launches]
-        finally:
-            for launch in launches:
-                launch.kill()
-        if any(launch.returncode for launch in launches):
-            raise SystemExit("\n".join(texts))
-        report = from_data(ProbeReport, json.loads(result.read_text()))
-    return row(mbit, report)
+        in_both(budget + 120, __file__, "--child", str(result), "--budget", str(budget), "--parts", *parts)
+        return from_data(ProbeReport, json.loads(result.read_text()))
 
 
-def start(node: int, result: Path, budget: float) -> subprocess.Popen[str]:
+def in_both(limit_seconds: float, script: str, *arguments: str) -> None:
+    """Run a script under torchrun, one rank in each namespace.
+
+    Raises:
+        SystemExit: With what it printed, if it fails on either side.
+    """
+    launches = [start(node, script, *arguments) for node in range(2)]
+    try:
+        texts = [launch.communicate(timeout=limit_seconds)[0] for launch in launches]
+    finally:
+        for launch in launches:
+            launch.kill()
+    if any(launch.returncode for launch in launches):
+        raise SystemExit("\n".join(texts))
+
+
+def start(node: int, script: str, *arguments: str) -> subprocess.Popen[str]:
     """torchrun with one rank in one namespace."""
     device = ("wire-a", "wire-b")[node]
     command = ["ip", "netns", "exec", NAMES[node], sys.executable, "-m", "torch.distributed.run"]
     command += ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", f"--local-addr={ADDRESSES[node]}"]
-    command += [f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}", __file__]
-    command += ["--child", str(result), "--budget", str(budget)]
+    command += [f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}", script, *arguments]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def measure_in_namespace(result: Path, budget: float) -> int:
-    """One rank: the wire only."""
+def measure_in_namespace(result: Path, budget: float, parts: tuple[Part, ...]) -> int:
+    """One rank."""
     sizes = (8, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB)
-    report = probe(ProbeOptions(device="cpu", parts=("wire",), nodes=2, sizes=sizes, budget_seconds=budget))
+    report = probe(ProbeOptions(device="cpu", parts=parts, nodes=2, sizes=sizes, budget_seconds=budget))
     if os.environ["RANK"] == "0":
         result.write_text(to_json(report))
     return 0

@@ -35,7 +35,7 @@ class Options:
     checkpoint_dir: str | None = None
     """The folder whose disk is measured; that of --out, or the current one, if nothing is said."""
     budget: float | None = None
-    """Seconds after which nothing more is measured, from the start; 15 (quick) or 95 if nothing is said."""
+    """Seconds after which nothing more is measured but what every plan needs; 13 (quick) or 95 if nothing is said."""
     inventory: bool = False
     """Only look, measure nothing: no torch, no root, no context on any card."""
     out: str | None = None

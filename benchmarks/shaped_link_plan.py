@@ -1,0 +1,210 @@
+"""Does the plan change where the wire says so, and was it right? Two machines on a shaped link, trained for real.
+
+Needs what shaped_link.py needs, and torch and transformers:
+
+    PYTHONPATH=src python benchmarks/shaped_link_plan.py --out benchmarks/results
+
+A small Llama of random weights, one long sequence a rank and step, fp32, gloo. The card is said to be so small that
+replicated weights fit only if every block is recomputed, while weights whose optimizer states are sharded fit with
+selective recomputation. So the choice is between more compute (DDP) and more wire (ZeRO-1), and the wire decides it.
+For each rate the link is probed, the job planned with the measured cluster, and both contenders are run for a few
+steps; the plan is right if the one it chose is the faster one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from shaped_link import in_both, probe_shaped, shaped_link, why_impossible
+
+from shardwise.planner.search import make_plan
+from shardwise.verify.trials import job_of, wishes_of
+from shardwise.vocabulary.cluster import Cluster
+from shardwise.vocabulary.codec import read_noun, to_data, to_yaml
+from shardwise.vocabulary.measured import Measured
+from shardwise.vocabulary.plan import Candidate, Plan
+from shardwise.vocabulary.run import RunFile
+from shardwise.vocabulary.strategy import Strategy
+
+HIDDEN, LAYERS, VOCABULARY, SEQUENCE = 256, 8, 2048, 1024
+STEPS = 5
+MODEL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 4 * HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": SEQUENCE,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+MORE_COMPUTE, MORE_WIRE = ("DDP", "full"), ("ZeRO-1", "selective")
+"""The contenders: name of the strategy, and checkpointing."""
+SAME = 0.05
+"""Contenders nearer than this to each other are a draw: either choice is right."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=float, nargs="+", default=[50, 200, 1000], help="Mbit/s")
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds of probing for each rate")
+    parser.add_argument("--plan-only", action="store_true", help="do not train")
+    parser.add_argument("--out", type=Path, help="folder for the result")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child is not None:
+        return train_in_namespace(arguments.child)
+    why = why_impossible()
+    if why:
+        print(f"cannot shape a link here: {why}")
+        return 2
+    with tempfile.TemporaryDirectory() as name:
+        result = examine(Path(name), arguments)
+    print(json.dumps(result, indent=2))
+    if arguments.out is not None:
+        (arguments.out / "plan_shaped_link.json").write_text(json.dumps(result, indent=2) + "\n")
+    return 0 if all(row["choice_was_right"] is not False for row in result["rows"]) else 1
+
+
+def examine(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Probe, plan and train at every rate."""
+    load = os.getloadavg()[0]
+    run = run_file(folder)
+    clusters = {
+        rate: probe_shaped(rate, arguments.budget, ("compute", "wire")).cluster for rate in arguments.rates
+    }  # fmt: skip
+    memory = contested_memory(run, clusters[arguments.rates[0]])
+    rows: list[dict[str, Any]] = []
+    for rate, cluster in clusters.items():
+        plan = plan_for(run, cluster, memory)
+        rows.append(row(rate, plan, {} if arguments.plan_only else trained(folder, rate, run, plan)))
+        print(f"{rate:g} Mbit/s: {json.dumps(rows[-1])}", file=sys.stderr, flush=True)
+    return {
+        "what": "plans from a probe over a link of known rate, and the steps of both contenders, measured",
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
+        "load_before": load,
+        "model": f"Llama, {LAYERS} layers of {HIDDEN}, one sequence of {SEQUENCE} tokens a rank, fp32",
+        "card_memory_bytes": memory,
+        "choices": {f"{rate:g}": row["chosen"] for rate, row in zip(clusters, rows, strict=True)},
+        "rows": rows,
+    }
+
+
+def run_file(folder: Path) -> RunFile:
+    """The job."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    return RunFile(
+        model_name_or_path=str(model), random_init=True, dataset_name=f"random:{4 * STEPS}", max_length=SEQUENCE,
+        per_device_train_batch_size=1, gradient_accumulation_steps=1, bf16=False, tuning="full", loss="plain",
+        torch_compile=False, max_steps=STEPS, save_strategy="no", save_final=False,
+    )  # fmt: skip
+
+
+def plan_for(run: RunFile, cluster: Cluster, memory: int | None = None) -> Plan:
+    """Every candidate, for cards of `memory` bytes."""
+    if memory is not None:
+        cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_bytes=memory))
+    wishes = dataclasses.replace(wishes_of(run), every_candidate=True)
+    return make_plan(job_of(run, cluster), cluster, wishes)
+
+
+def contender(plan: Plan, which: tuple[str, str]) -> Candidate:
+    """The candidate of that name and checkpointing."""
+    return next(each for each in plan.candidates if (each.strategy.name, each.strategy.checkpointing) == which)
+
+
+def contested_memory(run: RunFile, cluster: Cluster) -> int:
+    """Between what the contenders need and what replicated weights need without recomputing everything."""
+    plan = plan_for(run, cluster)
+    low = max(contender(plan, which).memory.device_bytes for which in (MORE_COMPUTE, MORE_WIRE))
+    high = contender(plan, ("DDP", "selective")).memory.device_bytes
+    if low >= high:
+        raise SystemExit(f"no memory separates the contenders: they need {low:,}, DDP with selective needs {high:,}")
+    return (low + high) // 2
+
+
+def trained(folder: Path, rate: float, run: RunFile, plan: Plan) -> dict[tuple[str, str], Measured]:
+    """Both contenders, run over the shaped link."""
+    found: dict[tuple[str, str], Measured] = {}
+    with shaped_link(rate):
+        for which in (MORE_COMPUTE, MORE_WIRE):
+            place = folder / f"{rate:g}-{which[0]}"
+            place.mkdir()
+            mine = dataclasses.replace(run, output_dir=str(place))
+            (place / "told-run.yaml").write_text(to_yaml(mine))
+            (place / "told-strategy.yaml").write_text(to_yaml(contender(plan, which).strategy))
+            in_both(600, __file__, "--child", str(place))
+            found[which] = read_noun(Measured, place / "measured.json")
+    return found
+
+
+def train_in_namespace(place: Path) -> int:
+    """One rank."""
+    from shardwise.launch.local import LaunchOptions, launch
+    from shardwise.trainer.run import run_training
+
+    run, strategy = read_noun(RunFile, place / "told-run.yaml"), read_noun(Strategy, place / "told-strategy.yaml")
+    launch(run_training, (run, strategy), LaunchOptions(num_ranks=2, device="cpu"))
+    return 0
+
+
+def row(rate: float, plan: Plan, measured: dict[tuple[str, str], Measured]) -> dict[str, Any]:
+    """Choice, predictions and measurements at one rate."""
+    best = plan.recommended
+    chosen = None if best is None else (best.strategy.name, best.strategy.checkpointing)
+    contenders: list[dict[str, Any]] = []
+    for which in (MORE_COMPUTE, MORE_WIRE):
+        candidate, found = contender(plan, which), measured.get(which)
+        seconds = found.step.seconds if found is not None and found.step is not None else None
+        contenders.append({
+            "strategy": which[0],
+            "checkpointing": which[1],
+            "fits": candidate.fits,
+            "predicted_seconds": candidate.step.seconds,
+            "predicted_wire_seconds": candidate.step.wire_seconds,
+            "measured_seconds": seconds,
+            "predicted_over_measured": None if seconds is None else candidate.step.seconds / seconds,
+            "collectives": None if found is None else to_data(found.collectives),
+        })  # fmt: skip
+    network = plan.cluster.inter_node
+    assert network is not None
+    return {
+        "shaped_mbit_per_s": rate,
+        "link_mbit_per_s": network.bandwidth_bytes_per_s * network.attained_fraction * 8 / 1e6,
+        "chosen": chosen,
+        "load": os.getloadavg()[0],
+        "contenders": contenders,
+        "choice_was_right": was_right(chosen, contenders),
+    }
+
+
+def was_right(chosen: tuple[str, str] | None, contenders: list[dict[str, Any]]) -> bool | None:
+    """Whether the chosen contender was the faster one, or as fast; None if nothing was measured."""
+    times = {(each["strategy"], each["checkpointing"]): each["measured_seconds"] for each in contenders}
+    if any(seconds is None for seconds in times.values()):
+        return None
+    if chosen not in times:
+        return False
+    return times[chosen] <= (1 + SAME) * min(times.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
