@@ -85,7 +85,7 @@ def test_what_counts_as_out_of_memory() -> None:
 
 def run_out(run: RunFile, strategy: Strategy, place: str) -> str:
     """A whole run in which a rank's memory runs out somewhere; what it says."""
-    kept = torch.optim.AdamW.step, loss.summed_cross_entropy, vars(evaluate)["summed_loss"]
+    plain_cross_entropy = loss.summed_cross_entropy
 
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError(FULL_CARD)
@@ -100,22 +100,20 @@ def run_out(run: RunFile, strategy: Strategy, place: str) -> str:
             raise torch.OutOfMemoryError(FULL_CARD)
 
     def broken_cross_entropy(*args: Any) -> torch.Tensor:
-        return FullBackward.apply(kept[1](*args))  # type: ignore[return-value]  # torch types apply as Any
+        return FullBackward.apply(plain_cross_entropy(*args))  # type: ignore[return-value]  # torch types apply as Any
 
-    if place == "optimizer":
-        torch.optim.AdamW.step = full
-    elif place == "loss":
-        loss.summed_cross_entropy = full
-    elif place == "backward":
-        loss.summed_cross_entropy = broken_cross_entropy
-    else:
-        vars(evaluate)["summed_loss"] = full
-    try:
-        run_training(run, strategy, RunWishes(measure=False))
-    except TrainingError as error:
-        return str(error)
-    finally:
-        torch.optim.AdamW.step, loss.summed_cross_entropy, vars(evaluate)["summed_loss"] = kept
+    planted = {
+        "optimizer": (torch.optim.AdamW, "step", full),
+        "loss": (loss, "summed_cross_entropy", full),
+        "backward": (loss, "summed_cross_entropy", broken_cross_entropy),
+        "evaluation": (evaluate, "summed_loss", full),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*planted[place])
+        try:
+            run_training(run, strategy, RunWishes(measure=False))
+        except TrainingError as error:
+            return str(error)
     return ""
 
 

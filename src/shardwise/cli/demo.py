@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from shardwise.cli.options import spelled
 from shardwise.errors import UsageError
 from shardwise.report.style import Style
 from shardwise.vocabulary.strategy import ZeroStage
@@ -71,7 +73,8 @@ def run(options: Options) -> int:
     run_file = _run_file(options, folder)
     trial = _plan(options, run_file, cluster)
     say.chapter("3 of 5", f"Train: {trial.candidate.strategy.name}, {options.steps} steps")
-    ledger = trials.execute(trial, cuda=cluster.gpu.architecture != "cpu")
+    command = shlex.join(["shardwise", "demo", *spelled(options)])
+    ledger = trials.execute(trial, cuda=cluster.gpu.architecture != "cpu", command=command)
     say.chapter("4 of 5", "Verify: was the plan right?")
     sys.stdout.write(_ledger_text(ledger))
     say.chapter("5 of 5", "Report")

@@ -31,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "probe": Command(module="shardwise.cli.probe", summary="measure the cards and the wire between them"),
     "plan": Command(module="shardwise.cli.plan", summary="memory and time of every way to split a fine-tune"),
     "wire": Command(module="shardwise.cli.wire", summary="time of a message on a link, and what hides it"),
+    "preflight": Command(module="shardwise.cli.preflight", summary="rehearse a run on the real cards: go or no-go"),
     "train": Command(module="shardwise.cli.train", summary="run a plan on this machine's cards, and verify it"),
     "report": Command(module="shardwise.cli.report", summary="draw a run folder or a plan as one page"),
     "data": Command(module="shardwise.cli.data", summary="what the model will see of a data set"),

@@ -125,7 +125,11 @@ class _Reader:
 
     def _take_word(self, word: str) -> None:
         name = next((name for name in self.positionals if name not in self.values), None)
-        if name is None:
+        if name is None and self.positionals and _shape(self.hints[self.positionals[-1]]) == "list":
+            self.values[self.positionals[-1]].append(word)
+        elif name is not None and _shape(self.hints[name]) == "list":
+            self.values[name] = [word]
+        elif name is None:
             expected = ", ".join(map(str.upper, self.positionals)) or "no words"
             self.problems.append(f"{word!r} is one word too many; expected {expected} and flags")
         else:
@@ -206,6 +210,39 @@ def read_scalar(text: str) -> Any:
     if _INT.fullmatch(text):
         return int(text)
     return float(text) if _FLOAT.fullmatch(text) else text
+
+
+def spelled(options: Any) -> list[str]:
+    """The words that give these options: the inverse of `parse`, defaults left out."""
+    words: list[str] = []
+    flags: list[str] = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        if "flags_of" in field.metadata:
+            for key, given in value.items():
+                flags += _spelled_flag(key, given)
+        elif value != default:
+            several = isinstance(value, (tuple, list))
+            texts = [str(one) for one in typing.cast("Sequence[Any]", value)] if several else [str(value)]
+            if field.metadata.get("positional"):
+                words += texts
+            else:
+                flags += _spelled_flag(field.name, value)
+    return words + flags
+
+
+def _spelled_flag(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{name.replace('_', '-')}"]
+    if value is None:
+        return [f"{flag}=null"]
+    if isinstance(value, Mapping):
+        return [flag, *(f"{key}={one}" for key, one in typing.cast("Mapping[str, Any]", value).items())]
+    if isinstance(value, (tuple, list)):
+        return [flag, *map(str, typing.cast("Sequence[Any]", value))]
+    return [flag, str(value)]
 
 
 def _options(hint: Any) -> list[Any]:

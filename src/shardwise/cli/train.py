@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.options import POSITIONAL, flags_of
+from shardwise.cli.options import POSITIONAL, flags_of, spelled
 from shardwise.errors import ConfigError, MissingExtraError, ResourceError, UsageError
 from shardwise.vocabulary.run import RunFile
 
@@ -35,11 +36,16 @@ class Options:
       shardwise train run.yaml --learning-rate 1e-5 --max-steps 100
       shardwise train plan.yaml --data chats.jsonl --out runs/first
       shardwise train runs/first --resume
+      shardwise train a.yaml b.yaml c.yaml --one-per-card
       torchrun --nproc-per-node=4 -m shardwise train plan.yaml --data chats.jsonl
     """
 
     target: str | None = field(default=None, metadata=POSITIONAL)
     """A model, a run file, a plan file, or the folder of an earlier run."""
+    more: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
+    """Further ones, with --one-per-card."""
+    one_per_card: bool = False
+    """Run every target as a job of its own, one on each card, the rest waiting; --out is then the folder of all."""
     data: str | None = None
     """The same as --dataset-name."""
     out: str | None = None
@@ -54,10 +60,40 @@ class Options:
     """The keys of a run file that were given as flags."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A run with its plan, on a machine that has what it needs."""
+
+    trial: Trial
+    cuda: bool
+    """Whether it runs on cards."""
+    speaks: bool
+    """Whether this process is the one that speaks and writes: the first of several that a launcher has started."""
+
+
 def run(options: Options) -> int:
     """Everything, in order; returns 0 when the run has come to its end."""
+    if options.one_per_card:
+        from shardwise.cli.one_per_card import run_jobs
+
+        require_training()
+        return run_jobs(options, {key: value for key, value in key_flags(options).items() if key != "output_dir"})
+    if options.more:
+        raise UsageError(
+            f"{1 + len(options.more)} targets are given; to run each on a card of its own say --one-per-card"
+        )
+    return _train(get_ready(options), shlex.join(["shardwise", "train", *spelled(options)]))
+
+
+def get_ready(options: Options) -> Ready:
+    """Reads the target, plans if there is no plan yet, and looks whether this machine has the cards.
+
+    Raises:
+        ShardwiseError: Whatever the command line, the files or the machine got wrong.
+    """
     from shardwise.cli.target import read_target
     from shardwise.launch.environment import rank_environment
+    from shardwise.verify import trials
 
     require_training()
     target = read_target(options.target, key_flags(options))
@@ -71,8 +107,9 @@ def run(options: Options) -> int:
         )
     prepared = dataclasses.replace(target.run, model_name_or_path=_weights(target.run))
     plan = target.plan or _plan(options, prepared)
-    speaks = joined is None or joined.rank == 0
-    return _train(prepared, plan, speaks=speaks)
+    cuda = plan.cluster.gpu.architecture != "cpu"
+    _check_cards(plan, cuda=cuda)
+    return Ready(trial=trials.prepare(prepared, plan), cuda=cuda, speaks=joined is None or joined.rank == 0)
 
 
 def require_training() -> None:
@@ -120,11 +157,21 @@ def _plan(options: Options, run: RunFile) -> Plan:
     from shardwise.trainer.run import data_lengths
     from shardwise.verify import trials
 
-    cluster = _cluster(options, Path(run.output_dir))
+    cluster = cluster_of(options, Path(run.output_dir))
     return trials.plan_run(run, cluster, data_lengths(run))
 
 
-def _cluster(options: Options, folder: Path) -> Cluster:
+def cluster_of(options: Options, folder: Path, ranks: int | None = None) -> Cluster:
+    """The machine to plan for: a file, data sheets, or what is measured now.
+
+    Args:
+        options: For --cluster and --gpus.
+        folder: Where the disk is measured.
+        ranks: How many ranks to measure with; None: all cards.
+
+    Raises:
+        ShardwiseError: The file or the cards cannot be read, or measuring has failed.
+    """
     from shardwise.vocabulary import codec
     from shardwise.vocabulary.cluster import Cluster
 
@@ -141,24 +188,22 @@ def _cluster(options: Options, folder: Path) -> Cluster:
 
     _say("Measuring the cards and the wire (within 20 s; --cluster FILE skips this)")
     folder.mkdir(parents=True, exist_ok=True)
-    return measure(ProbeOptions(quick=True, checkpoint_dir=folder))
+    return measure(ProbeOptions(quick=True, ranks=ranks, checkpoint_dir=folder))
 
 
-def _train(run: RunFile, plan: Plan, *, speaks: bool) -> int:
+def _train(ready: Ready, command: str) -> int:
     from shardwise.verify import trials
 
-    trial = trials.prepare(run, plan)
-    cuda = plan.cluster.gpu.architecture != "cpu"
-    _check_cards(plan, cuda=cuda)
-    if not speaks:
+    trial, cuda = ready.trial, ready.cuda
+    if not ready.speaks:
         from shardwise.launch.local import LaunchOptions, launch
         from shardwise.trainer.run import run_training
 
         ranks = LaunchOptions(num_ranks=trial.candidate.strategy.num_ranks, device="cuda" if cuda else "cpu")
-        launch(run_training, (run, trial.candidate.strategy), ranks)
+        launch(run_training, (trial.run, trial.candidate.strategy), ranks)
         return 0
     _say_plan(trial)
-    ledger = trials.execute(trial, cuda=cuda)
+    ledger = trials.execute(trial, cuda=cuda, command=command)
     from shardwise.report.folder import read_folder
     from shardwise.report.html import write_report
     from shardwise.report.style import Style

@@ -157,8 +157,13 @@ def prepare(run: RunFile, plan: Plan, strategy: Strategy | None = None) -> Trial
     return Trial(run=run, plan=plan, candidate=plan.recommended)
 
 
-def execute(trial: Trial, *, cuda: bool) -> Ledger:
+def execute(trial: Trial, *, cuda: bool, command: str = "") -> Ledger:
     """Run a trial on this machine (or join ranks that were started already), and settle its account.
+
+    Args:
+        trial: What runs.
+        cuda: Whether on cards.
+        command: The command line that does it again, for the report.
 
     Returns:
         The ledger, which is also in the run folder.
@@ -167,11 +172,11 @@ def execute(trial: Trial, *, cuda: bool) -> Ledger:
         ShardwiseError: Whatever the user, the machine or the training got wrong.
     """
     from shardwise.launch.local import LaunchOptions, launch
-    from shardwise.trainer.run import run_training
+    from shardwise.trainer.run import RunWishes, run_training
 
     write_before(trial)
     options = LaunchOptions(num_ranks=trial.candidate.strategy.num_ranks, device="cuda" if cuda else "cpu")
-    launch(run_training, (trial.run, trial.candidate.strategy), options)
+    launch(run_training, (trial.run, trial.candidate.strategy, RunWishes(command=command)), options)
     return settle(trial.folder, trial.candidate)
 
 
