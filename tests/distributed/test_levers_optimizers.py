@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -192,7 +192,9 @@ def plain_8bit(model: nn.Module) -> Callable[[int], None]:
     quantized = [p for p in model.parameters() if p.ndim == 2 and p.shape[1] == 256 and p not in tables]
     assert len(quantized) == 12
     rest = [p for p in model.parameters() if not any(p is other for other in quantized)]
-    eight: Any = bnb.optim.AdamW8bit(quantized, lr=SETTINGS.learning_rate, weight_decay=SETTINGS.weight_decay)
+    eight: Any = cast(Any, bnb.optim).AdamW8bit(
+        quantized, lr=SETTINGS.learning_rate, weight_decay=SETTINGS.weight_decay
+    )
     groups = [
         {"params": [p for p in rest if (p.ndim > 1) == wide], "weight_decay": 0.1 * wide} for wide in (True, False)
     ]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 GroupSite = Literal["embedding", "block", "root"]
 
@@ -53,6 +53,8 @@ class GroupSettings:
     """Of blocks and embedding."""
     reshard_root_after_forward: bool | None
     """None: torch's default, the root stays gathered until its backward."""
+    offload: OffloadPolicy
+    """Whether what is managed waits in host memory."""
     shards_frozen: bool
     """Whether parameters that do not train are sharded; otherwise each rank keeps them and none cross the wire."""
 
@@ -64,7 +66,12 @@ def apply_groups(groups: Groups, settings: GroupSettings) -> None:
     frozen: set[nn.Parameter] = set()
     if not settings.shards_frozen:
         frozen = {parameter for parameter in groups.root.parameters() if not parameter.requires_grad}
-    shared: dict[str, Any] = {"mesh": settings.mesh, "mp_policy": settings.precision, "ignored_params": frozen}
+    shared: dict[str, Any] = {
+        "mesh": settings.mesh,
+        "mp_policy": settings.precision,
+        "offload_policy": settings.offload,
+        "ignored_params": frozen,
+    }
     for _, module in groups.inner():
         if any(parameter not in frozen for parameter in module.parameters()):
             fully_shard(module, reshard_after_forward=settings.reshard_after_forward, **shared)

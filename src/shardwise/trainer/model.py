@@ -30,6 +30,7 @@ from shardwise.errors import ConfigError
 from shardwise.facts import catalog
 from shardwise.levers.adapters import apply as adapters
 from shardwise.levers.adapters import apply_nf4 as nf4
+from shardwise.levers.offload import apply as offload
 from shardwise.levers.precision import apply as precision
 from shardwise.trainer.checkpoint.state import clean_name
 from shardwise.vocabulary.job import LoraSettings
@@ -146,13 +147,20 @@ def parameters_on_meta() -> Generator[None]:
         nn.Module.register_parameter = original
 
 
-def materialize(skeleton: Skeleton, device: torch.device) -> None:
-    """Gives memory to every parameter that this rank holds; brings buffers and ties back."""
+def materialize(skeleton: Skeleton, device: torch.device, strategy: Strategy | None = None) -> None:
+    """Gives memory to every parameter that this rank holds; brings buffers and ties back.
+
+    Args:
+        skeleton: The model, wrapped or not.
+        device: Where it computes.
+        strategy: Says what waits in host memory instead; None: nothing.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in skeleton.model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in made:
-                empty: Any = torch.empty_like(parameter.detach(), device=device)
+                place = device if strategy is None else offload.home(parameter, strategy, device)
+                empty: Any = torch.empty_like(parameter.detach(), device=place)
                 made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
         for name, buffer in list(module.named_buffers(recurse=False)):

@@ -3,9 +3,10 @@
     model.py       adapters, dtypes                       (the skeleton comes with them)
     1  loss        the model's forward answers with its summed loss
     2  tensor      matrices split over tp                  a later axis
-    3  checkpoint  blocks keep less
-    4  compile     blocks compiled, in place
-    5  data        groups sharded over dp_shard or replicated over dp_replicate
+    3  fp8         the blocks' products in 8 bits
+    4  checkpoint  blocks keep less
+    5  compile     blocks compiled, in place
+    6  data        groups sharded over dp_shard or replicated over dp_replicate; offloaded with that
 
 Checkpointing comes before compile so that the compiler sees what is recomputed; both before `fully_shard`, whose
 gathering must stay outside.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,9 +24,13 @@ from shardwise.axes.fully_shard_apply import Groups
 from shardwise.axes.replicate import apply as replicate
 from shardwise.axes.shard import apply as shard
 from shardwise.errors import ConfigError
+from shardwise.levers.adapters import apply_nf4 as nf4
 from shardwise.levers.checkpointing import apply as checkpointing
 from shardwise.levers.loss import apply as loss
+from shardwise.levers.offload import apply as offload
+from shardwise.levers.optimizer.apply_8bit import load_bitsandbytes
 from shardwise.levers.precision import apply as precision
+from shardwise.levers.precision import apply_fp8 as fp8
 from shardwise.trainer.mesh import RankMesh
 from shardwise.trainer.model import Skeleton
 from shardwise.vocabulary.strategy import Strategy
@@ -37,24 +43,25 @@ def parallelize(skeleton: Skeleton, mesh: RankMesh, strategy: Strategy) -> None:
         ConfigError: The engine cannot do what the strategy says; all of it.
     """
     refuse_unsupported(strategy)
+    refuse_machine(strategy, mesh.device)
     model: Any = skeleton.model
     loss.apply(model, strategy.loss)
     blocks = decoder_blocks(model)
+    if strategy.precision == "fp8":
+        fp8.apply(blocks)
     checkpointing.apply(blocks, strategy.checkpointing)
     if strategy.compile_blocks:
         for block in blocks:
             block.compile()
     groups = find_groups(skeleton)
-    if strategy.zero_stage == 0:
-        replicate.apply(groups, mesh.data, precision.policy(strategy))
-    else:
-        shard.apply(groups, mesh.data, precision.policy(strategy), strategy)
+    split = replicate.apply if strategy.zero_stage == 0 else shard.apply
+    split(groups, mesh.data, precision.policy(strategy), offload.policy(strategy, mesh.device), strategy)
 
 
 def before_micro_batch(model: nn.Module, strategy: Strategy, *, is_last: bool) -> None:
     """Tells the groups whether this micro-batch is the last of its step."""
     if strategy.zero_stage == 0:
-        replicate.before_micro_batch(model, is_last=is_last)
+        replicate.before_micro_batch(model, strategy, is_last=is_last)
     else:
         shard.before_micro_batch(model, strategy, is_last=is_last)
 
@@ -68,14 +75,30 @@ def refuse_unsupported(strategy: Strategy) -> None:
     problems: list[str] = []
     if strategy.tp > 1 or strategy.pp > 1:
         problems.append(f"The engine does not split tensors or layers yet (tp {strategy.tp}, pp {strategy.pp}).")
-    if strategy.offload != "none":
-        problems.append(f"The engine does not offload yet (offload: {strategy.offload}).")
+    problems += offload.problems(strategy)
     if strategy.zero_stage > 0 and strategy.dp_shard == 1:
         problems.append(f"ZeRO stage {strategy.zero_stage} over one shard splits nothing; use stage 0.")
     if strategy.zero_stage == 0 and strategy.dp_shard > 1:
         problems.append(f"ZeRO stage 0 does not shard, but dp_shard is {strategy.dp_shard}; use dp_replicate.")
     if problems:
         raise ConfigError(*problems)
+
+
+def refuse_machine(strategy: Strategy, device: torch.device) -> None:
+    """What this machine or its packages lack for a strategy; asked before anything is loaded.
+
+    Raises:
+        ConfigError: The card cannot do it.
+        MissingExtraError: A package is not installed.
+    """
+    if strategy.precision == "fp8":
+        if problems := fp8.problems(device):
+            raise ConfigError(*problems)
+        fp8.load_float8()
+    if strategy.tuning == "qlora":
+        nf4.load_bitsandbytes()
+    if strategy.optimizer in ("adamw_8bit", "paged_adamw_8bit"):
+        load_bitsandbytes("An 8-bit optimizer")
 
 
 def decoder_blocks(model: nn.Module) -> nn.ModuleList:

@@ -38,7 +38,7 @@ from shardwise.trainer.model import (
     materialize,
 )
 from shardwise.trainer.optimizer import optimizer_settings
-from shardwise.trainer.parallelize import parallelize, refuse_unsupported
+from shardwise.trainer.parallelize import parallelize, refuse_machine, refuse_unsupported
 from shardwise.trainer.prepare import Prepared, RunWishes, data_lengths, prepare_run
 from shardwise.trainer.progress import Progress
 from shardwise.trainer.reference import check_first_loss
@@ -83,6 +83,7 @@ def run_training(run: RunFile, strategy: Strategy, wishes: RunWishes | None = No
     wishes = wishes or RunWishes()
     refuse_unsupported(strategy)
     device = choose_device(local_rank())
+    refuse_machine(strategy, device)
     prepared = prepare_run(run, strategy, wishes)
     join_ranks(device)
     try:
@@ -209,7 +210,7 @@ def build_model(run: RunFile, strategy: Strategy, mesh: RankMesh, config: Any) -
     )
     skeleton = build_skeleton(config, strategy, lora, run.attn_implementation, trust_remote_code=run.trust_remote_code)
     parallelize(skeleton, mesh, strategy)
-    materialize(skeleton, mesh.device)
+    materialize(skeleton, mesh.device, strategy)
     if run.random_init:
         initialize(skeleton, run.seed, mesh.device)
     else:

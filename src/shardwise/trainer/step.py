@@ -78,7 +78,8 @@ class Stepper:
             after_backward()
         norm = self.clip()
         skipped = self._update(norm)
-        return StepOutcome(loss=loss, grad_norm=norm, skipped=skipped)
+        # Offloaded gradients have their norm on the host.
+        return StepOutcome(loss=loss, grad_norm=norm.to(loss.device), skipped=skipped.to(loss.device))
 
     def backward(self, batches: Iterable[Batch], num_batches: int, num_tokens: int) -> Tensor:
         """Forward and backward of every micro-batch; returns this rank's share of the loss: []."""

@@ -9,23 +9,37 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise.axes.fully_shard_apply import Groups, GroupSettings, apply_groups, as_fsdp
+from shardwise.vocabulary.strategy import Strategy
 
 
-def apply(groups: Groups, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
+def apply(
+    groups: Groups, mesh: DeviceMesh, precision: MixedPrecisionPolicy, offload: OffloadPolicy, strategy: Strategy
+) -> None:
     """Replicates every group over the mesh (dp_replicate, dp_shard=1), or (dp_shard,) for one rank."""
+    stays = _stays(strategy)
     settings = GroupSettings(
         mesh=mesh,
         precision=precision,
-        reshard_after_forward=True,  # frees the copies in compute dtype; nothing crosses the wire
-        reshard_root_after_forward=None,
+        offload=offload,
+        reshard_after_forward=not stays,  # frees the copies in compute dtype; nothing crosses the wire
+        reshard_root_after_forward=False if stays else None,
         shards_frozen=False,
     )
     apply_groups(groups, settings)
 
 
-def before_micro_batch(root: nn.Module, *, is_last: bool) -> None:
+def before_micro_batch(root: nn.Module, strategy: Strategy, *, is_last: bool) -> None:
     """Gradients are summed over the ranks with the last micro-batch only."""
-    as_fsdp(root).set_requires_gradient_sync(is_last)
+    module = as_fsdp(root)
+    module.set_requires_gradient_sync(is_last)
+    if _stays(strategy):
+        module.set_reshard_after_backward(is_last)
+        module.set_is_last_backward(is_last)
+
+
+def _stays(strategy: Strategy) -> bool:
+    """Whether the copies in compute dtype stay on the card for the step, because the masters are on the host."""
+    return strategy.offload == "optimizer"

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise.axes.fully_shard_apply import Groups, GroupSettings, apply_groups, as_fsdp
 from shardwise.vocabulary.strategy import Strategy
 
 
-def apply(groups: Groups, mesh: DeviceMesh, precision: MixedPrecisionPolicy, strategy: Strategy) -> None:
+def apply(
+    groups: Groups, mesh: DeviceMesh, precision: MixedPrecisionPolicy, offload: OffloadPolicy, strategy: Strategy
+) -> None:
     """Shards every group over the mesh (dp_shard,) or (dp_replicate, dp_shard)."""
     full = strategy.zero_stage == 3
     settings = GroupSettings(
         mesh=mesh,
         precision=precision,
+        offload=offload,
         reshard_after_forward=full,
         reshard_root_after_forward=None if full else False,
         shards_frozen=full,

@@ -79,7 +79,9 @@ def unpack(packed: Tensor, scale_map: Tensor, shape: torch.Size, dtype: torch.dt
         packed[scales_at:elements_at], numbers[1:].contiguous(), scale_map, SCALE_BLOCK, torch.float32
     )
     codes = packed[elements_at:].view(-1, 1)
-    return operators.dequantize_4bit(codes, scales + numbers[0], BLOCK, "nf4", list(shape), dtype)
+    # As one row: bitsandbytes' kernel for processors (0.50) starts blocks anew in each row, which packing does not.
+    flat = operators.dequantize_4bit(codes, scales + numbers[0], BLOCK, "nf4", [shape.numel()], dtype)
+    return flat.view(shape)
 
 
 class _Product(torch.autograd.Function):
