@@ -46,7 +46,7 @@ def run_jobs(options: Options, flags: Mapping[str, Any]) -> int:
         cluster = None
         if any(target.plan is None for target in targets.values()):
             cluster = _one_card(options, Path(place))
-        jobs = [_job(options, name, folders[name], None if targets[name].plan else cluster) for name in names]
+        jobs = [job_of(options, name, folders[name], None if targets[name].plan else cluster) for name in names]
         on_cpu = _is_cpu(targets, place)
         queue = JobQueue(jobs, _slots(len(jobs), on_cpu=on_cpu), JobPage(sys.stderr))
         ended = queue.run()
@@ -123,7 +123,15 @@ def _slots(num_jobs: int, *, on_cpu: bool) -> list[Slot]:
     return slots
 
 
-def _job(options: Options, name: str, folder: Path, cluster: Path | None) -> QueuedJob:
+def job_of(options: Options, name: str, folder: Path, cluster: Path | None) -> QueuedJob:
+    """One target as a command line of its own.
+
+    Args:
+        options: Of all jobs.
+        name: The target.
+        folder: Its run folder.
+        cluster: The file to plan with; None if the target is planned already.
+    """
     keys = {key: value for key, value in options.keys.items() if key != "output_dir"}
     own = dataclasses.replace(
         options,
