@@ -30,6 +30,7 @@ _BLOCKING = (
 _MERGE_GAP_SECONDS = 20e-6
 """Kernels that follow within this are one span."""
 _MAX_SPANS = 2000
+"""Of one step, for drawing."""
 Interval = tuple[float, float]
 
 
@@ -167,7 +168,7 @@ def _cpu_spans(
         spans.append(_span(lane(op), op, begin - start, seconds))
         at = begin + seconds
     spans.append(_span(COMPUTE_LANE, "compute", at - start, end - at))
-    return tuple(spans[:_MAX_SPANS])
+    return tuple(spans)
 
 
 def _op_name(name: str) -> str:
@@ -197,7 +198,9 @@ def _timeline_of_kernels(kernels: list[tuple[str, float, float]], lane: Callable
     compute = merge([(start, stop) for name, start, stop in kernels if not _is_wire(name)])
     both = merge([*wire, *compute])
     update = merge([(start, stop) for name, start, stop in kernels if "adam" in name.lower()])
-    spans = [_span(COMPUTE_LANE, "compute", start - begin, stop - start) for start, stop in compute]
+    room = _MAX_SPANS - sum(_is_wire(name) for name, _, _ in kernels)
+    drawn = fewer(compute, max(room, _MAX_SPANS // 2))
+    spans = [_span(COMPUTE_LANE, "compute", start - begin, stop - start) for start, stop in drawn]
     spans += [
         _span(lane(_nccl_op(name)), _nccl_op(name), start - begin, stop - start)
         for name, start, stop in kernels
@@ -210,7 +213,7 @@ def _timeline_of_kernels(kernels: list[tuple[str, float, float]], lane: Callable
         host_seconds=end - begin - _length(both),
         wire_seconds=_length(wire),
         optimizer_seconds=_length(update),
-        spans=tuple(sorted(spans, key=lambda span: span.start_seconds)[:_MAX_SPANS]),
+        spans=tuple(sorted(spans, key=lambda span: span.start_seconds)),
     )
 
 
@@ -223,6 +226,16 @@ def merge(intervals: list[Interval], gap: float = 0.0) -> list[Interval]:
         else:
             merged.append((start, stop))
     return merged
+
+
+def fewer(intervals: list[Interval], limit: int) -> list[Interval]:
+    """The same intervals with near ones drawn as one, until they are no more than `limit`; nothing is left out."""
+    gap = _MERGE_GAP_SECONDS
+    drawn = merge(intervals, gap)
+    while len(drawn) > limit:
+        gap *= 2
+        drawn = merge(intervals, gap)
+    return drawn
 
 
 def _length(intervals: list[Interval]) -> float:
