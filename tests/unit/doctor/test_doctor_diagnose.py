@@ -107,6 +107,14 @@ def test_slow_nvlink_is_measured(tmp_path: Path) -> None:
     )
 
 
+def test_a_pair_is_judged_as_a_pair(tmp_path: Path) -> None:
+    """Two H200s attained 324 GB/s at 1 GiB on a healthy machine (benchmarks/results/doctor_h200_x2.json)."""
+    good = judge(h200_vm(2), tmp_path, measured("as_set", "P2P", 323.7, gpus=(0, 1)))
+    assert "bandwidth" not in checks_of(good)
+    slow = judge(h200_vm(2), tmp_path / "slow", measured("as_set", "P2P", 270, gpus=(0, 1)))
+    assert "bandwidth" in checks_of(slow)
+
+
 def test_small_messages_are_not_judged(tmp_path: Path) -> None:
     assert judge(eight_h100(), tmp_path, measured("as_set", "P2P", 107, num_bytes=4 * MIB)).verdict is Verdict.HEALTHY
 

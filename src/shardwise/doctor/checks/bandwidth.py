@@ -26,7 +26,7 @@ def look(scene: Scene) -> Iterator[Answer]:
         rule = _rule(scene, found)
         if rule is None or found.num_bytes < min_bytes(rule):
             continue
-        headline = _headline(scene, found, nvlink=rule == "nvlink_all_reduce")
+        headline = _headline(scene, found, nvlink=rule.startswith("nvlink"))
         if headline is None:
             continue
         verdict = judge(rule, found.bytes_per_s / headline)
@@ -56,7 +56,9 @@ def _rule(scene: Scene, found: Measurement) -> str | None:
     if found.kind == "peer_copy":
         return None if nvlink or not any(p.p2p_possible for p in inside) else "pcie_p2p_copy"
     if found.transport == "P2P":
-        return "nvlink_all_reduce" if nvlink else "pcie_p2p_all_reduce"
+        if nvlink:
+            return "nvlink_pair_all_reduce" if len(found.gpus) == 2 else "nvlink_all_reduce"
+        return "pcie_p2p_all_reduce"
     return "shm_all_reduce" if found.transport == "SHM" else None
 
 
