@@ -25,7 +25,7 @@ from shardwise.levers.precision import cost as precision
 from shardwise.planner import rules
 from shardwise.planner.compute import MATMUL_SHARE
 from shardwise.planner.headline import headlines
-from shardwise.planner.pricing import price
+from shardwise.planner.pricing import price as price
 from shardwise.planner.variants import best_variants
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job, Tuning
