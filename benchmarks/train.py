@@ -1,6 +1,6 @@
 """Predicted beside measured for real shapes on the cards of this machine: random weights, random tokens.
 
-    PYTHONPATH=src python benchmarks/train.py --out FOLDER [--only '1.5b full;lora'] [--cluster cluster.yaml] [--limit 500]
+    PYTHONPATH=src python benchmarks/train.py --out FOLDER [--only '1.5b;lora'] [--cluster cluster.yaml] [--limit 500]
 
 For each case the plan is made first (from the cluster file, or from data sheets) and kept as it was; then the same
 `train` that users call runs it. Writes train.json: every prediction, every measurement, versions, machine and date.
