@@ -19,6 +19,7 @@ import datetime
 import json
 import os
 import platform
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -29,8 +30,7 @@ from shaped_link import in_both, probe_shaped, shaped_link, why_impossible
 from shardwise.planner.search import make_plan
 from shardwise.verify.trials import job_of, wishes_of
 from shardwise.vocabulary.cluster import Cluster
-from shardwise.vocabulary.codec import read_noun, to_data, to_yaml
-from shardwise.vocabulary.measured import Measured
+from shardwise.vocabulary.codec import read_noun, to_yaml
 from shardwise.vocabulary.plan import Candidate, Plan
 from shardwise.vocabulary.run import RunFile
 from shardwise.vocabulary.strategy import Strategy
@@ -118,6 +118,16 @@ def run_file(folder: Path) -> RunFile:
     )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a contender's run measured."""
+
+    step_seconds: tuple[float, ...]
+    """Of each step but the first. The fastest counts: other programs on the machine only ever slow a step down."""
+    load: float
+    """The machine's load average when it was over."""
+
+
 def plan_for(run: RunFile, cluster: Cluster, memory: int | None = None) -> Plan:
     """Every candidate, for cards of `memory` bytes."""
     if memory is not None:
@@ -132,18 +142,25 @@ def contender(plan: Plan, which: tuple[str, str]) -> Candidate:
 
 
 def contested_memory(run: RunFile, cluster: Cluster) -> int:
-    """Between what the contenders need and what replicated weights need without recomputing everything."""
-    plan = plan_for(run, cluster)
-    low = max(contender(plan, which).memory.device_bytes for which in (MORE_COMPUTE, MORE_WIRE))
-    high = contender(plan, ("DDP", "selective")).memory.device_bytes
-    if low >= high:
-        raise SystemExit(f"no memory separates the contenders: they need {low:,}, DDP with selective needs {high:,}")
-    return (low + high) // 2
+    """The least with which both contenders fit; DDP must not fit there without recomputing everything."""
+
+    def fit(plan: Plan, which: tuple[str, str]) -> bool:
+        return contender(plan, which).fits
+
+    largest = max(contender(plan_for(run, cluster), which).memory.device_bytes for which in (MORE_COMPUTE, MORE_WIRE))
+    for percent in range(90, 200):
+        memory = largest * percent // 100
+        plan = plan_for(run, cluster, memory)
+        if fit(plan, MORE_COMPUTE) and fit(plan, MORE_WIRE):
+            if fit(plan, ("DDP", "selective")):
+                break
+            return memory
+    raise SystemExit("no memory separates the contenders; take a longer sequence or a larger model")
 
 
-def trained(folder: Path, rate: float, run: RunFile, plan: Plan) -> dict[tuple[str, str], Measured]:
+def trained(folder: Path, rate: float, run: RunFile, plan: Plan) -> dict[tuple[str, str], Run]:
     """Both contenders, run over the shaped link."""
-    found: dict[tuple[str, str], Measured] = {}
+    found: dict[tuple[str, str], Run] = {}
     with shaped_link(rate):
         for which in (MORE_COMPUTE, MORE_WIRE):
             place = folder / f"{rate:g}-{which[0]}"
@@ -152,7 +169,9 @@ def trained(folder: Path, rate: float, run: RunFile, plan: Plan) -> dict[tuple[s
             (place / "told-run.yaml").write_text(to_yaml(mine))
             (place / "told-strategy.yaml").write_text(to_yaml(contender(plan, which).strategy))
             in_both(600, __file__, "--child", str(place))
-            found[which] = read_noun(Measured, place / "measured.json")
+            lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+            steps = [float(line["step_time"]) for line in lines if "step_time" in line]
+            found[which] = Run(step_seconds=tuple(steps[1:]), load=os.getloadavg()[0])
     return found
 
 
@@ -166,23 +185,26 @@ def train_in_namespace(place: Path) -> int:
     return 0
 
 
-def row(rate: float, plan: Plan, measured: dict[tuple[str, str], Measured]) -> dict[str, Any]:
+def row(rate: float, plan: Plan, measured: dict[tuple[str, str], Run]) -> dict[str, Any]:
     """Choice, predictions and measurements at one rate."""
     best = plan.recommended
     chosen = None if best is None else (best.strategy.name, best.strategy.checkpointing)
     contenders: list[dict[str, Any]] = []
     for which in (MORE_COMPUTE, MORE_WIRE):
         candidate, found = contender(plan, which), measured.get(which)
-        seconds = found.step.seconds if found is not None and found.step is not None else None
+        seconds = found.step_seconds if found is not None else ()
+        fastest = min(seconds, default=None)
         contenders.append({
             "strategy": which[0],
             "checkpointing": which[1],
             "fits": candidate.fits,
             "predicted_seconds": candidate.step.seconds,
             "predicted_wire_seconds": candidate.step.wire_seconds,
-            "measured_seconds": seconds,
-            "predicted_over_measured": None if seconds is None else candidate.step.seconds / seconds,
-            "collectives": None if found is None else to_data(found.collectives),
+            "measured_seconds": fastest,
+            "measured_median_seconds": statistics.median(seconds) if seconds else None,
+            "every_step_seconds": seconds,
+            "predicted_over_measured": None if fastest is None else candidate.step.seconds / fastest,
+            "load": None if found is None else found.load,
         })  # fmt: skip
     network = plan.cluster.inter_node
     assert network is not None
@@ -190,7 +212,6 @@ def row(rate: float, plan: Plan, measured: dict[tuple[str, str], Measured]) -> d
         "shaped_mbit_per_s": rate,
         "link_mbit_per_s": network.bandwidth_bytes_per_s * network.attained_fraction * 8 / 1e6,
         "chosen": chosen,
-        "load": os.getloadavg()[0],
         "contenders": contenders,
         "choice_was_right": was_right(chosen, contenders),
     }
