@@ -88,7 +88,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 def test_no_room_on_the_disk_is_said_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_steps(tmp_path, range(1, 2))
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(folders.shutil, "disk_usage", MagicMock(return_value=usage._replace(free=1000)))
+    monkeypatch.setattr(shutil, "disk_usage", MagicMock(return_value=usage._replace(free=1000)))
     with pytest.raises(ResourceError, match=r"needs .* bytes\) in .*1000 bytes\) are free"):
         save_steps(tmp_path, range(2, 3))
     assert names(tmp_path) == {"checkpoint-1"}

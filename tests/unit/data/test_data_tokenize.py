@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_workers_give_the_same_set(
         return original(*arguments)
 
     monkeypatch.setattr(tokenize, "_encode_in_workers", watched)
-    monkeypatch.setattr(tokenize.threading, "active_count", lambda: 1)  # the test's own timeout thread is harmless
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # the test's own timeout thread is harmless
     seen: list[int] = []
     several = prepare(DataOptions(source=path, num_workers=3), tokenizer, seen.append)
     assert pids == {os.getpid()}
@@ -127,7 +128,7 @@ def test_workers_give_the_same_set(
 def test_a_killed_worker_is_a_clear_error(
     make_tokenizer: MakeTokenizer, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenize.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
 
     def die(_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
