@@ -9,7 +9,6 @@ from checkpoint_damage import damage
 
 from shardwise.errors import CheckpointError, ResourceError
 from shardwise.trainer.checkpoint import AppState, SaveOptions, load, newest_good, read_manifest, save
-from shardwise.trainer.checkpoint import folder as folders
 
 
 def names(run_folder: Path) -> set[str]:
