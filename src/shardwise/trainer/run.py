@@ -21,7 +21,7 @@ from shardwise.errors import CheckpointError, PlanMismatchError
 from shardwise.levers.optimizer import apply as optimizers
 from shardwise.trainer.checkpoint import Checkpointer, SaveOptions
 from shardwise.trainer.checkpoint.state import reseed
-from shardwise.trainer.data.batches import BatchOptions, BatchPlan, plan_batches
+from shardwise.trainer.data.batches import BatchOptions, BatchPlan, MicroBatch, plan_batches
 from shardwise.trainer.data.collate import CollateOptions, collate
 from shardwise.trainer.data.store import TokenizedSet
 from shardwise.trainer.evaluate import Sampler
@@ -166,14 +166,21 @@ def _train(start: RunStart) -> str:
 
 
 def compare_with_plain(run: RunFile, parts: LoopParts, strategy: Strategy, mesh: RankMesh) -> None:
-    """Real weights of a small model, one document a row, no foreign code: the first loss is known from elsewhere."""
-    if run.random_init or run.packing or run.trust_remote_code or run.attn_implementation == "flash":
-        return
-    first = next(micro for micro in parts.train.plan.micro_batches(0) if not micro.is_empty)
-    batch = collate(parts.train.tokenized, first, parts.train.collate)
-    said = check_first_loss(parts.skeleton, weights_folder(run), batch, strategy, mesh)
-    if said is not None:
-        parts.progress.say(said)
+    """Real weights of a small model, no foreign code: the loss of the first document is known from elsewhere."""
+    reasons = {
+        "its weights are random": run.random_init,
+        "it brings its own code": run.trust_remote_code,
+        "flash attention has no counterpart on the CPU": run.attn_implementation == "flash",
+    }
+    because = next((reason for reason, holds in reasons.items() if holds), None)
+    said = None
+    if because is None:
+        first = next(micro for micro in parts.train.plan.micro_batches(0) if not micro.is_empty)
+        alone = MicroBatch(rows=(first.rows[0][:1],))
+        batch = collate(parts.train.tokenized, alone, dataclasses.replace(parts.train.collate, layout="padded"))
+        said = check_first_loss(parts.skeleton, weights_folder(run), batch, strategy, mesh)
+        because = "it is too large to be loaded twice, or its first document has nothing to learn"
+    parts.progress.say(said or f"First loss not compared with the plain model: {because}.")
 
 
 def _compare_plans(prepared: Prepared, mesh: RankMesh) -> None:
