@@ -421,7 +421,9 @@ def _finish(parts: LoopParts, result: LoopResult, answers: _Answers, prepared: P
         command=wishes.command,
     )
     if parts.stepper.mesh.is_first:
-        (folder / MEASURED_FILE).write_text(codec.to_json(_with_earlier(measured, folder / MEASURED_FILE)))
+        if run.resume_from_checkpoint:
+            measured = _with_earlier(measured, folder / MEASURED_FILE)
+        (folder / MEASURED_FILE).write_text(codec.to_json(measured))
         state = parts.state.trainer_state(plan, result.num_steps, {})
         (folder / "trainer_state.json").write_text(codec.to_json(state))
     if run.save_final and not result.stopped_by:

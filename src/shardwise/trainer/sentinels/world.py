@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class RankFacts:
     """One rank, as it sees itself."""
 
     host: str
+    machine: str = ""
+    """Tells machines of one name apart: the kernel's id of this boot, where there is one."""
     clock: float
     """Seconds since 1970, read right after all ranks had met."""
     card: str = "cpu"
@@ -51,7 +54,17 @@ def facts_of(mesh: RankMesh) -> RankFacts:
         properties = torch.cuda.get_device_properties(mesh.device)
         card, card_bytes = properties.name, properties.total_memory
     dist.barrier(group=mesh.control)
-    return RankFacts(host=platform.node(), clock=time.time(), card=card, card_bytes=card_bytes, versions=known)
+    clock = time.time()
+    return RankFacts(
+        host=platform.node(), machine=_boot_id(), clock=clock, card=card, card_bytes=card_bytes, versions=known
+    )
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def check_world(mesh: RankMesh, strategy: Strategy, cluster: Cluster | None) -> str:
@@ -83,7 +96,7 @@ def judge_world(ranks: Sequence[RankFacts], strategy: Strategy, cluster: Cluster
         problems.append(f"{_clock_text(ranks, spread)}, more than {CLOCK_STOP_S:g} s. Set the clocks (chrony, ntpd).")
     if problems:
         raise PlanMismatchError(*problems)
-    hosts = len({rank.host for rank in ranks})
+    hosts = len({(rank.host, rank.machine) for rank in ranks})
     text = f"World: {len(ranks)} ranks on {hosts} {'machine' if hosts == 1 else 'machines'}, "
     text += ", ".join(f"{count} × {card}" for card, count in Counter(rank.card for rank in ranks).items())
     if hosts > 1:
@@ -96,11 +109,11 @@ def judge_world(ranks: Sequence[RankFacts], strategy: Strategy, cluster: Cluster
 def _count_problems(ranks: Sequence[RankFacts], strategy: Strategy, cluster: Cluster | None) -> list[str]:
     if len(ranks) != strategy.num_ranks:
         return [f"{len(ranks)} ranks are running, but {strategy.name} was planned for {strategy.num_ranks}."]
-    hosts = Counter(rank.host for rank in ranks)
+    hosts = Counter((rank.host, rank.machine) for rank in ranks)
     if cluster is None or strategy.num_ranks != cluster.num_gpus:
         return []
     if len(hosts) != cluster.num_nodes:
-        found = ", ".join(f"{count} on {host}" for host, count in hosts.items())
+        found = ", ".join(f"{count} on {host}" for (host, _), count in hosts.items())
         return [
             f"The plan is for {cluster.num_nodes} machines with {cluster.gpus_per_node} cards each, but the ranks are "
             f"{found}. Start the ranks on the planned machines, or plan again for these."
