@@ -140,9 +140,9 @@ def make_skeleton(case: Case) -> Skeleton:
     return skeleton
 
 
-def seeded(skeleton: Skeleton, device: torch.device) -> None:
+def seeded(skeleton: Skeleton, device: torch.device, strategy: Strategy | None = None) -> None:
     """Values of the same stream for every split; adapters start with B away from 0, so that all gradients are alive."""
-    materialize(skeleton, device)
+    materialize(skeleton, device, strategy)
     initialize(skeleton, 3, torch.device("cpu"))  # a card's generator draws other numbers from the same seed
     for name, parameter in plain_parameters(skeleton.model).items():
         if ".lora_B." in name:
@@ -157,7 +157,7 @@ def build(case: Case) -> tuple[Skeleton, RankMesh]:
     mesh = build_mesh(case.strategy, device)
     skeleton = make_skeleton(case)
     parallelize(skeleton, mesh, case.strategy)
-    seeded(skeleton, device)
+    seeded(skeleton, device, case.strategy)
     if not case.double:
         verify_wrapping(skeleton, mesh, case.strategy)
     check_buffers(skeleton.model, skeleton.buffers)

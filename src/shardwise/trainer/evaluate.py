@@ -110,7 +110,7 @@ def _greedy(model: nn.Module, prompt_ids: Tensor, max_new_tokens: int, stop: set
 def _kept_gathered(model: nn.Module, strategy: Strategy) -> Generator[None]:
     """Blocks stay gathered from one token to the next, if they would be freed and the model is small enough."""
     size = sum(parameter.numel() for parameter in model.parameters()) * compute_dtype(strategy).itemsize
-    if strategy.zero_stage in (1, 2) or size > KEEP_GATHERED_BYTES:
+    if strategy.zero_stage in (1, 2) or strategy.offload == "optimizer" or size > KEEP_GATHERED_BYTES:
         yield
         return
     blocks = fsdp_modules(model)[1:]  # the root comes first, and stays gathered of itself
