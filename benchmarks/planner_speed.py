@@ -23,7 +23,8 @@ from typing import Any
 
 import shardwise
 from shardwise.facts import catalog
-from shardwise.planner.search import Wishes, make_plan, strategies, survey
+from shardwise.planner.answer import make_plan
+from shardwise.planner.search import Wishes, strategies, survey
 from shardwise.vocabulary.job import Job
 
 COMMAND = ("-m", "shardwise", "plan", "qwen2.5-7b", "--gpus", "2xrtx-5090")

@@ -28,7 +28,7 @@ import stacks
 from shardwise.facts import catalog
 from shardwise.planner.compute import TRAFFIC_SHARE
 from shardwise.planner.memory import memory
-from shardwise.planner.search import price
+from shardwise.planner.pricing import price
 from shardwise.planner.uncertainty import fits
 from shardwise.vocabulary.cluster import Cluster, Link
 from shardwise.vocabulary.codec import from_data, read_yaml

@@ -27,7 +27,7 @@ from typing import Any
 
 from shaped_link import in_both, probe_shaped, shaped_link, why_impossible
 
-from shardwise.planner.search import make_plan
+from shardwise.planner.answer import make_plan
 from shardwise.verify.trials import job_of, wishes_of
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.codec import read_noun, to_yaml

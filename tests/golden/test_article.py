@@ -16,7 +16,9 @@ import pytest
 
 from shardwise.facts import catalog
 from shardwise.planner import headline
-from shardwise.planner.search import Wishes, make_plan, meshes, price
+from shardwise.planner.answer import make_plan
+from shardwise.planner.pricing import price
+from shardwise.planner.search import Wishes, meshes
 from shardwise.planner.timeline import sends
 from shardwise.planner.wire import group_shape
 from shardwise.vocabulary.codec import read_yaml

@@ -127,7 +127,7 @@ class Options:
 
 def run(options: Options) -> int:
     """Answer, and return 0, or 3 if nothing fits."""
-    from shardwise.planner.search import make_plan
+    from shardwise.planner.answer import make_plan
 
     cluster = cluster_from(options)
     plan = make_plan(job_from(options, cluster), cluster, wishes_from(options, cluster))

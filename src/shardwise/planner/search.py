@@ -1,8 +1,6 @@
-"""All strategies of a job on a cluster, ranked; the decision rules; the Plan.
+"""All strategies of a job on a cluster: enumerated, refused or priced, and ranked.
 
-Every candidate is priced by the same two functions, `memory` and `step_timeline`. The recommendation is the fastest
-that fits, or a simpler one within 3 % of it; the rules of thumb then say what they would have said, and where time
-disagrees with a rule, time wins and the answer says so.
+Every candidate is priced by the same two functions, `memory` and `step_timeline`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from shardwise import __version__
 from shardwise.axes.pipeline import cost as pipeline
 from shardwise.axes.replicate import cost as replicate
 from shardwise.axes.shard import cost as shard
@@ -22,14 +19,11 @@ from shardwise.levers.accumulation import cost as accumulation
 from shardwise.levers.adapters import cost as adapters
 from shardwise.levers.offload import cost as offload
 from shardwise.levers.precision import cost as precision
-from shardwise.planner import rules
-from shardwise.planner.compute import MATMUL_SHARE
-from shardwise.planner.headline import headlines
-from shardwise.planner.pricing import price as price
+from shardwise.planner.pricing import price
 from shardwise.planner.variants import best_variants
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job, Tuning
-from shardwise.vocabulary.plan import Candidate, Fact, Plan, Refusal
+from shardwise.vocabulary.plan import Candidate, Refusal
 from shardwise.vocabulary.strategy import (
     Checkpointing,
     LossKind,
@@ -68,45 +62,6 @@ class Wishes:
     """Keep every micro-batch and checkpointing of a strategy, not only the best."""
 
 
-def make_plan(job: Job, cluster: Cluster, wishes: Wishes | None = None) -> Plan:
-    """Rank all legal strategies and pick one.
-
-    Args:
-        job: What is to be trained.
-        cluster: The cards and wires.
-        wishes: What the user has decided already.
-
-    Raises:
-        ConfigError: If the wishes cannot be met by any mesh, all problems at once.
-    """
-    wishes = wishes or Wishes()
-    from shardwise.planner import advice  # it asks for smaller searches of its own
-
-    _check(job, cluster, wishes)
-    candidates, refusals = survey(job, cluster, wishes)
-    open_mesh = all(getattr(wishes, name) is None for name in ("pp", "dp_replicate", "dp_shard", "tp", "zero_stage"))
-    if open_mesh and not any(candidate.fits for candidate in candidates):
-        wider, also_refused = survey(job, cluster, dataclasses.replace(wishes, every_axis=True))
-        if any(candidate.fits for candidate in wider):
-            candidates, refusals = wider, also_refused
-    choice = rules.choose(job, cluster, candidates)
-    best = _with_spans(job, cluster, choice.candidate) if choice.candidate else None
-    ordered = tuple(best if best and each is choice.candidate else each for each in candidates)
-    return Plan(
-        job=job,
-        cluster=cluster,
-        recommended=best,
-        reason=choice.reason,
-        rules=choice.rules,
-        candidates=ordered,
-        refusals=refusals + rules.refusals_of(ordered, cluster),
-        advice=advice.advise(job, cluster, wishes, best, ordered),
-        headline=headlines(job, cluster, best),
-        facts=facts(cluster),
-        version=__version__,
-    )
-
-
 def survey(job: Job, cluster: Cluster, wishes: Wishes) -> tuple[tuple[Candidate, ...], tuple[Refusal, ...]]:
     """All candidates, best first (those that fit before those that do not), and the refusals, one for each rule."""
     refusals: dict[tuple[str, str], Refusal] = {}
@@ -136,11 +91,6 @@ def _is_legal(job: Job, cluster: Cluster, strategy: Strategy, refusals: dict[tup
     for refusal in broken:
         refusals.setdefault((refusal.rule, strategy.name), refusal)
     return not broken
-
-
-def _with_spans(job: Job, cluster: Cluster, candidate: Candidate) -> Candidate:
-    """The same candidate with its lanes kept."""
-    return price(job, cluster, candidate.strategy, candidate.memory, spans=True)
 
 
 # -------------------------------------------------------------------------------------------------- enumeration
@@ -225,8 +175,12 @@ def _compiles(cluster: Cluster, wishes: Wishes) -> bool:
     return cluster.gpu.architecture in ("ampere", "ada", "hopper", "blackwell")
 
 
-def _check(job: Job, cluster: Cluster, wishes: Wishes) -> None:
-    """Problems that no mesh can solve, all at once."""
+def check(job: Job, cluster: Cluster, wishes: Wishes) -> None:
+    """Look for problems that no mesh can solve.
+
+    Raises:
+        ConfigError: All of them at once.
+    """
     problems: list[str] = []
     given = {name: getattr(wishes, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
     product = 1
@@ -285,33 +239,3 @@ def _batch_problem(job: Job, cluster: Cluster, wishes: Wishes) -> tuple[Refusal,
                 return ()
             found = found or refusals
     return found
-
-
-def facts(cluster: Cluster) -> tuple[Fact, ...]:
-    """The figures that the plan rests on, with their sources."""
-    gpu, link = cluster.gpu, cluster.intra_node
-    measured = bool(cluster.measurements.matmul_flops)
-    share = MATMUL_SHARE.get(gpu.architecture)
-    peaks = ", ".join(f"{dtype} {rate / 1e12:.1f} TFLOP/s" for dtype, rate in gpu.peak_flops.items())
-    card = gpu.url or gpu.source
-    wire = f"{link.bandwidth_bytes_per_s / 1e9:g} GB/s one way, {link.attained_fraction:.0%} attained"
-    rows = [
-        Fact(name=f"{gpu.name} memory", value=f"{gpu.memory_bytes:,} B", source=card),
-        Fact(name=f"{gpu.name} peak", value=peaks, source=card),
-        Fact(
-            name="matmul rate",
-            value="measured table" if measured else f"{share or 0.85:.0%} of the peak",
-            source="probe" if measured else "assumed by architecture",
-        ),
-        Fact(
-            name=link.name,
-            value=wire,
-            source="probe" if link.curves else (link.attained_source or link.url or link.source),
-        ),
-    ]
-    if cluster.inter_node is not None and cluster.num_nodes > 1:
-        net = cluster.inter_node
-        rows.append(Fact(name=net.name, value=f"{net.bandwidth_bytes_per_s / 1e9:g} GB/s one way a card",
-                         source=net.attained_source or net.url or net.source))  # fmt: skip
-    rows += [Fact(name="assumption", value=text, source="not measured, not said") for text in cluster.assumptions]
-    return tuple(rows)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError, DoesNotFitError, UsageError
 from shardwise.facts.hub import find_model
-from shardwise.planner.search import Wishes, make_plan
+from shardwise.planner.answer import make_plan
+from shardwise.planner.search import Wishes
 from shardwise.verify.ledger import make_ledger
 from shardwise.vocabulary import codec
 from shardwise.vocabulary.cluster import Cluster

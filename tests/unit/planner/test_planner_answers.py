@@ -11,8 +11,10 @@ from shardwise.errors import ConfigError, UnknownNameError
 from shardwise.facts import catalog
 from shardwise.planner import duration
 from shardwise.planner.aliases import with_alias
+from shardwise.planner.answer import make_plan
 from shardwise.planner.memory import memory
-from shardwise.planner.search import Wishes, make_plan, price, survey
+from shardwise.planner.pricing import price
+from shardwise.planner.search import Wishes, survey
 from shardwise.planner.uncertainty import CACHED, needed_bytes, usable_bytes
 from shardwise.vocabulary.job import Job, SequenceLengths
 from shardwise.vocabulary.memory import Category, Instant

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.facts import catalog
+from shardwise.planner.answer import make_plan
 from shardwise.planner.memory import memory
-from shardwise.planner.search import Wishes, make_plan, meshes, price, strategies, survey
+from shardwise.planner.pricing import price
+from shardwise.planner.search import Wishes, meshes, strategies, survey
 from shardwise.planner.timeline import sends
 from shardwise.vocabulary import codec
 from shardwise.vocabulary.cluster import Cluster
