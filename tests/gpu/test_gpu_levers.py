@@ -22,17 +22,17 @@ OFFLOADED = {
     "zero3": replace(ZERO_3, offload="parameters"),
     "zero3-lora": replace(ZERO_3, offload="parameters", tuning="lora"),
 }
+_NEEDS_BITSANDBYTES = {
+    "8bit": replace(ONE, optimizer="adamw_8bit"),
+    "paged": replace(ONE, optimizer="paged_adamw_8bit"),
+    "qlora": replace(ONE, tuning="qlora"),
+}
 LEVERS: dict[str, Strategy] = {
     "lamb": replace(ONE, optimizer="lamb"),
     "bf16-states": replace(ONE, optimizer="adamw_bf16_states"),
     "sgd": replace(ONE, optimizer="sgd"),
+    **(_NEEDS_BITSANDBYTES if find_spec("bitsandbytes") else {}),
 }
-if find_spec("bitsandbytes"):
-    LEVERS |= {
-        "8bit": replace(ONE, optimizer="adamw_8bit"),
-        "paged": replace(ONE, optimizer="paged_adamw_8bit"),
-        "qlora": replace(ONE, tuning="qlora"),
-    }
 EIGHT_BIT = {"loss": 2e-4, "norm": 2e-3, "weight": 5e-3}
 """A moment whose gradient differs in its last bit may move by one of 256 steps."""
 
