@@ -428,11 +428,15 @@ def _finish(parts: LoopParts, result: LoopResult, answers: _Answers, prepared: P
         (folder / "trainer_state.json").write_text(codec.to_json(state))
     if run.save_final and not result.stopped_by:
         options = export_options(run, prepared.config)
+        adapts = parts.stepper.strategy.tuning != "full"
         report = export(
-            parts.skeleton.adapted, folder / FINAL_FOLDER, tokenizer=prepared.tokenizer, options=options
-        )  # fmt: skip
+            parts.skeleton.adapted,
+            folder / FINAL_FOLDER,
+            tokenizer=prepared.tokenizer,
+            options=dataclasses.replace(options, dtype=None) if adapts else options,  # adapters stay fp32
+        )
         parts.progress.say(f"Exported {report.num_tensors} tensors to {report.folder}")
-        if run.merge_adapters and parts.stepper.strategy.tuning != "full":
+        if run.merge_adapters and adapts:
             merged = export(
                 parts.skeleton.adapted,
                 folder / MERGED_FOLDER,
