@@ -207,7 +207,7 @@ def read_scalar(text: str) -> Any:
     """A text as YAML 1.2 would read it where nothing else is known: true, null, a number, or the text."""
     if text.casefold() in _WORDS:
         return _WORDS[text.casefold()]
-    if _INT.fullmatch(text):
+    if _INT.fullmatch(text) and len(text) <= codec.MAX_DIGITS:
         return int(text)
     return float(text) if _FLOAT.fullmatch(text) else text
 

@@ -20,6 +20,7 @@ from shardwise.vocabulary.job import (
     SequenceLengths,
     TuningWish,
 )
+from shardwise.vocabulary.limits import Count, Degree, LoraRank, Positive
 from shardwise.vocabulary.run import RunFile
 from shardwise.vocabulary.strategy import Checkpointing, LossKind, Offload, PipelineSchedule, ZeroStage
 
@@ -49,7 +50,7 @@ class Options:
     # -- the machine
     gpus: str | None = None
     """Cards: 2xrtx-5090, or 2x8xh200 for two nodes of eight."""
-    nodes: int | None = None
+    nodes: Degree | None = None
     """Machines with that many cards each."""
     cluster: str | None = None
     """A cluster file, as `shardwise probe` writes it; instead of --gpus."""
@@ -61,23 +62,23 @@ class Options:
     # -- the job
     tuning: TuningWish = "any"
     """What may be trained."""
-    seq: int = 2048
+    seq: Count = 2048
     """Tokens of a sequence."""
-    global_batch: int | None = None
+    global_batch: Count | None = None
     """Sequences of one optimizer step over all cards; 32, or more where the cards ask for it, if nothing is said."""
     precision: Precision = "bf16"
     optimizer: OptimizerName = "adamw"
     reduce_dtype: ReduceDtype = "fp32"
     """In which gradients cross the wire."""
-    lora_r: int = 16
+    lora_r: LoraRank = 16
     """Rank of the adapters."""
     data: str | None = None
     """Your data set: time then follows its lengths, memory its longest batch. Needs torch and the tokenizer."""
-    epochs: float = 1.0
+    epochs: Positive = 1.0
     """Passes over --data."""
-    max_steps: int | None = None
+    max_steps: Count | None = None
     """Optimizer steps of the whole job; wins over --epochs."""
-    price: float | None = None
+    price: Positive | None = None
     """Of one card for one hour, in your currency."""
 
     # -- the split, where you want to decide
@@ -85,9 +86,9 @@ class Options:
     """ZeRO stage: 0 replicates, 3 shards everything."""
     split: str | None = None
     """The same by another name: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, NO_SHARD, zero2, fsdp2, hsdp."""
-    micro_batch: int | None = None
+    micro_batch: Count | None = None
     """Sequences of one forward pass on one card."""
-    accumulation: int | None = None
+    accumulation: Count | None = None
     """Micro-batches of one optimizer step."""
     checkpointing: Checkpointing | None = None
     """Activations recomputed in the backward pass."""
@@ -99,19 +100,19 @@ class Options:
     """What lives in the machine's memory between its uses."""
     keep_unsharded: bool = False
     """ZeRO 2 and 3: whole gradients between micro-batches, so that the wire is paid once a step."""
-    tp: int | None = None
+    tp: Degree | None = None
     """Degree of tensor parallel."""
-    pp: int | None = None
+    pp: Degree | None = None
     """Degree of pipeline parallel."""
     sequence_parallel: bool | None = None
     """With --tp: norms and residuals split along the sequence; yes if nothing is said."""
     pipeline_schedule: PipelineSchedule | None = None
     """With --pp."""
-    virtual_stages: int = 1
+    virtual_stages: Degree = 1
     """With --pp: model chunks a rank in interleaved schedules."""
-    dp_replicate: int | None = None
+    dp_replicate: Degree | None = None
     """Copies of the (sharded) model."""
-    dp_shard: int | None = None
+    dp_shard: Degree | None = None
     """Cards that one copy is sharded over."""
 
     # -- the answer
@@ -185,19 +186,8 @@ def job_from(options: Options, cluster: Cluster) -> Job:
     """What is to be trained.
 
     Raises:
-        UsageError: If a number makes no sense; every one at once.
+        UsageError: If the model is unknown.
     """
-    positive = (
-        "seq", "global_batch", "micro_batch", "accumulation", "lora_r", "price", "tp", "pp", "virtual_stages",
-        "max_steps", "epochs",
-    )  # fmt: skip
-    problems = [
-        f"--{name.replace('_', '-')} must be more than 0, not {value}"
-        for name in (*positive, "dp_replicate", "dp_shard")
-        if (value := getattr(options, name)) is not None and value <= 0
-    ]
-    if problems:
-        raise UsageError(*problems)
     from shardwise.facts.hub import find_model
 
     found = find_model(options.model)

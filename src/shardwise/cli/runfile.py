@@ -137,30 +137,6 @@ def contradictions(run: RunFile) -> list[str]:
         problems.append(
             f"warmup_steps ({run.warmup_steps}) and warmup_ratio ({run.warmup_ratio}) are both given; one decides"
         )
-    return problems + _out_of_range(run)
-
-
-_AT_LEAST_ONE = (
-    "max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size",
-    "per_device_eval_batch_size", "max_steps", "lora_r", "lora_alpha", "logging_steps", "eval_steps", "save_steps",
-    "save_total_limit", "sample_max_new_tokens", "learning_rate_base_batch",
-)  # fmt: skip
-_NOT_NEGATIVE = ("warmup_steps", "weight_decay", "max_grad_norm", "learning_rate", "seed")
-_SHARES = ("lora_dropout", "warmup_ratio", "adam_beta1", "adam_beta2")
-
-
-def _out_of_range(run: RunFile) -> list[str]:
-    def values(keys: tuple[str, ...]) -> list[tuple[str, float]]:
-        return [(key, value) for key in keys if (value := getattr(run, key)) is not None]
-
-    problems = [f"{key} must be at least 1, not {value}" for key, value in values(_AT_LEAST_ONE) if value < 1]
-    problems += [f"{key} must not be negative, not {value}" for key, value in values(_NOT_NEGATIVE) if value < 0]
-    problems += [
-        f"{key} must be from 0 to below 1, not {value}" for key, value in values(_SHARES) if not 0 <= value < 1
-    ]
-    for key in ("num_train_epochs", "adam_epsilon"):
-        if getattr(run, key) <= 0:
-            problems.append(f"{key} must be more than 0, not {getattr(run, key)}")
     return problems
 
 

@@ -21,6 +21,7 @@ from shardwise.facts.config import model_from_config
 from shardwise.facts.entries import CardFile, LinkFile, Machine, ModelFile, Origin
 from shardwise.vocabulary.cluster import Cluster, Gpu, Link
 from shardwise.vocabulary.codec import from_data, read_yaml
+from shardwise.vocabulary.limits import MAX_GPUS
 from shardwise.vocabulary.model import ModelShape
 from shardwise.vocabulary.plan import Fact
 from shardwise.vocabulary.units import parse_bytes
@@ -30,8 +31,6 @@ Kind = Literal["gpus", "links", "models"]
 _HERE = Path(__file__).parent
 _SINGULAR: Mapping[Kind, str] = {"gpus": "card", "links": "link", "models": "model"}
 _MAKERS = re.compile(r"^(?:nvidia|geforce|tesla|quadro)+")
-MAX_GPUS = 65_536
-"""More cards than any one training run has had; beyond it a typing error is likelier."""
 
 
 # ------------------------------------------------------------------------------------------------------------- lookups

@@ -7,10 +7,24 @@ them at the edge and say so.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from shardwise.vocabulary.limits import (
+    MAX_GPUS,
+    Bytes,
+    Count,
+    Degree,
+    Delay,
+    Fraction,
+    Rate,
+    Seconds,
+    Slowdown,
+    SomeBytes,
+)
 
 FactSource = Literal["datasheet", "measured", "assumed"]
 DType = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
@@ -24,12 +38,12 @@ class Gpu:
     """One card (or, for a machine without any, the cores that one rank gets)."""
 
     name: str
-    memory_bytes: int
+    memory_bytes: SomeBytes
     """As the driver reports it (`nvidia-smi`)."""
-    peak_flops: Mapping[str, float]
+    peak_flops: Mapping[str, Rate]
     """Dense FLOP/s by dtype, without sparsity."""
-    memory_bandwidth_bytes_per_s: float
-    cuda_memory_bytes: int | None = None
+    memory_bandwidth_bytes_per_s: Rate
+    cuda_memory_bytes: SomeBytes | None = None
     """What a CUDA program may use in all (cudaMemGetInfo total): memory_bytes less what the driver keeps for itself,
     0.3 to 0.9 GiB by card. None if nobody has looked."""
     architecture: str = ""
@@ -43,8 +57,8 @@ class Gpu:
 class CurvePoint:
     """One measured collective: `bytes` as nccl-tests defines the size, median of the slowest rank."""
 
-    bytes: int
-    seconds: float
+    bytes: SomeBytes
+    seconds: Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +66,16 @@ class CollectiveCurve:
     """Measured times of one collective over one group, by size."""
 
     op: CollectiveOp
-    ranks: int
+    ranks: Degree
     points: tuple[CurvePoint, ...]
     """In order of size."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Points that no line can be drawn through."""
+        sizes = [point.bytes for point in self.points]
+        if not sizes:
+            yield "points is empty; leave the curve out, or measure it with: shardwise probe"
+        yield from _not_rising("points", "bytes", sizes)
 
     def seconds_at(self, num_bytes: float) -> float:
         """The time of a message of any size: straight in log-log between the measured neighbors.
@@ -88,16 +109,16 @@ class Link:
 
     name: str
     kind: LinkKind
-    bandwidth_bytes_per_s: float
+    bandwidth_bytes_per_s: Rate
     """One way, per card, as the data sheet says."""
-    latency_seconds: float = 10e-6
+    latency_seconds: Seconds = 10e-6
     """One small collective between two ranks."""
-    attained_fraction: float = 0.8
+    attained_fraction: Fraction = 0.8
     """Share of the data sheet's bandwidth that large collectives reach as bus bandwidth."""
     attained_source: str = ""
     curves: tuple[CollectiveCurve, ...] = ()
     """Measured tables; where they exist they win over the data sheet."""
-    stated_headline_bytes_per_s: float | None = None
+    stated_headline_bytes_per_s: Rate | None = None
     """What the vendor advertises, where that is not twice the one-way figure: PCIe before line coding, networks one
     way."""
     source: FactSource = "datasheet"
@@ -115,8 +136,8 @@ class Link:
 class RatePoint:
     """A measured rate at one size, such as a matmul's FLOP/s at n = 4096."""
 
-    size: int
-    rate: float
+    size: Count
+    rate: Rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,21 +148,27 @@ class Measurements:
     """Attained FLOP/s by dtype over the side of a square product."""
     attention_flops: Mapping[str, tuple[RatePoint, ...]] = field(default_factory=dict[str, tuple[RatePoint, ...]])
     """Attained FLOP/s of causal attention by pass ("forward", "backward") over the sequence length."""
-    copy_bytes_per_s: float | None = None
+    copy_bytes_per_s: Rate | None = None
     """Device memory copy, bytes read plus bytes written."""
-    host_to_device_bytes_per_s: float | None = None
-    device_to_host_bytes_per_s: float | None = None
-    launch_gap_seconds: float | None = None
+    host_to_device_bytes_per_s: Rate | None = None
+    device_to_host_bytes_per_s: Rate | None = None
+    launch_gap_seconds: Delay | None = None
     """Between two small kernels."""
-    context_bytes: int | None = None
+    context_bytes: Bytes | None = None
     """Device memory that a process takes before its first tensor."""
-    communicator_bytes: int | None = None
+    communicator_bytes: Bytes | None = None
     """Device memory that one communicator takes after its first collective."""
-    matmul_slowdown_under_wire: float | None = None
+    matmul_slowdown_under_wire: Slowdown | None = None
     """Time of a matmul while a collective runs, over its time alone (at least 1)."""
-    wire_slowdown_under_matmul: float | None = None
+    wire_slowdown_under_matmul: Slowdown | None = None
     """Time of a collective while a matmul runs, over its time alone (at least 1)."""
-    checkpoint_bytes_per_s: float | None = None
+    checkpoint_bytes_per_s: Rate | None = None
+
+    def contradictions(self) -> Iterator[str]:
+        """Points that no line can be drawn through."""
+        for name, tables in (("matmul_flops", self.matmul_flops), ("attention_flops", self.attention_flops)):
+            for key, points in tables.items():
+                yield from _not_rising(f"{name}.{key}", "size", [point.size for point in points])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,13 +177,13 @@ class Cluster:
 
     name: str
     gpu: Gpu
-    num_nodes: int = 1
-    gpus_per_node: int = 1
+    num_nodes: Degree = 1
+    gpus_per_node: Degree = 1
     intra_node: Link
     """Between the cards of one machine."""
     inter_node: Link | None = None
     """Between machines, per card (a shared adapter's bandwidth divided by the cards that use it); None for one node."""
-    host_memory_bytes: int | None = None
+    host_memory_bytes: Bytes | None = None
     """Of one machine."""
     measurements: Measurements = field(default_factory=Measurements)
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -167,7 +194,21 @@ class Cluster:
     assumptions: tuple[str, ...] = ()
     """What nobody measured or said and was therefore assumed, one sentence each."""
 
+    def contradictions(self) -> Iterator[str]:
+        """Machines without a wire between them, or more cards than are planned for."""
+        if self.num_nodes > 1 and self.inter_node is None:
+            yield f"inter_node is missing, and there are {self.num_nodes} machines; describe the wire between them"
+        if self.num_gpus > MAX_GPUS:
+            yield f"num_nodes x gpus_per_node are {self.num_gpus:,} cards; the limit is {MAX_GPUS:,}"
+
     @property
     def num_gpus(self) -> int:
         """Cards in total; the product of every mesh."""
         return self.num_nodes * self.gpus_per_node
+
+
+def _not_rising(field_name: str, what: str, values: Sequence[int]) -> Iterator[str]:
+    for before, after in itertools.pairwise(values):
+        if after <= before:
+            yield f"{field_name} must rise in {what}, and {after:,} follows {before:,}; sort them, each once"
+            return

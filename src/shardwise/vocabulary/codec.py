@@ -15,15 +15,26 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Protocol, TypeVar, Union, cast, get_args, get_origin, runtime_checkable
 
 from shardwise.errors import ConfigError, UnknownNameError, nearest_names
 
 T = TypeVar("T")
 MAX_FILE_BYTES = 16 * 2**20
+MAX_DIGITS = 4300
+"""Of a whole number; Python converts no more of them from text."""
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """A noun whose fields can be right one by one and wrong together."""
+
+    def contradictions(self) -> Iterable[str]:
+        """One sentence each, beginning with the field's name."""
+        ...
 
 
 # ---------------------------------------------------------------------------------------------- nouns to plain data
@@ -100,7 +111,7 @@ def from_data(kind: type[T], data: Any, where: str = "") -> T:
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 def _build(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
@@ -112,7 +123,10 @@ def _build(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
 
 
 def _wrong(path: str, expected: str, data: Any, problems: list[str]) -> None:
-    shown = repr(data)
+    try:
+        shown = repr(data)
+    except ValueError:  # more digits than Python prints
+        shown = "a number of thousands of digits"
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     problems.append(f"{path or 'the file'} must be {expected}, not {shown}")
 
@@ -134,7 +148,12 @@ def _build_dataclass(kind: Any, data: Any, path: str, problems: list[str]) -> An
             values[name] = _build(_hints(kind)[name], given[name], _join(path, name), problems)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             problems.append(f"{_join(path, name)!r} is missing")
-    return kind(**values) if len(problems) == before else None
+    if len(problems) > before:
+        return None
+    value = kind(**values)
+    if isinstance(value, Checked):
+        problems.extend(_join(path, problem) for problem in value.contradictions())
+    return value
 
 
 def _build_union(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
@@ -191,13 +210,29 @@ def _build_enum(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
     return kind(data) if data in choices else _wrong(path, f"one of {', '.join(choices)}", data, problems)
 
 
+def _build_within(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
+    """A number with its limits; see limits.py."""
+    inner, limits = get_args(kind)
+    before = len(problems)
+    value = _build(inner, data, path, problems)
+    broken = limits.broken_by(value) if len(problems) == before else None
+    return value if broken is None else _wrong(path, broken, data, problems)
+
+
 def _build_scalar(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
-    if kind is float and isinstance(data, (int, float)) and not isinstance(data, bool) and math.isfinite(data):
+    if kind is float and isinstance(data, (int, float)) and not isinstance(data, bool) and _is_finite(data):
         return float(data)
     if kind is not float and isinstance(data, kind) and not (kind is int and isinstance(data, bool)):
         return data
     names = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
     return _wrong(path, names[kind], data, problems)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False
 
 
 def _join(path: str, name: str) -> str:
@@ -207,6 +242,7 @@ def _join(path: str, name: str) -> str:
 _BUILDERS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Any, str, list[str]], Any]], ...] = (
     (lambda kind: kind is Any, lambda _kind, data, _path, _problems: data),
     (lambda kind: kind in (int, float, bool, str), _build_scalar),
+    (lambda kind: get_origin(kind) is Annotated, _build_within),
     (lambda kind: get_origin(kind) is Literal, _build_literal),
     (lambda kind: get_origin(kind) in (Union, types.UnionType), _build_union),
     (lambda kind: get_origin(kind) is tuple, _build_tuple),
@@ -226,6 +262,8 @@ def read_text(path: Path) -> str:
         ConfigError: If it is missing, unreadable, over 16 MiB or not UTF-8.
     """
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ConfigError(f"{path} is no regular file; a device or a pipe may never end")
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             raise ConfigError(f"{path} has {size:,} bytes; the limit for a configuration file is {MAX_FILE_BYTES:,}")
@@ -269,8 +307,9 @@ def read_noun(kind: type[T], path: Path) -> T:
         ConfigError: With every problem and, where it can be found, its line.
     """
     text = read_text(path)
+    data = parse_yaml(text, str(path))
     try:
-        return from_data(kind, parse_yaml(text, str(path)), str(path))
+        return from_data(kind, data, str(path))
     except UnknownNameError:
         raise
     except ConfigError as error:
@@ -357,7 +396,13 @@ def _loader() -> Any:
 
 
 def _construct_int(loader: Any, node: Any) -> int:
-    return int(loader.construct_scalar(node))
+    text = loader.construct_scalar(node)
+    if len(text) > MAX_DIGITS:
+        import yaml
+
+        problem = f"a whole number of {len(text):,} digits; the limit is {MAX_DIGITS:,}"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    return int(text)
 
 
 def _construct_float(loader: Any, node: Any) -> float:

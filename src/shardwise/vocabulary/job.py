@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.vocabulary.limits import Amount, Count, LoraRank, Positive, Share, Tokens
 from shardwise.vocabulary.model import ModelShape
 
 Tuning = Literal["full", "lora", "qlora"]
@@ -20,9 +21,9 @@ ReduceDtype = Literal["fp32", "bf16"]
 class LoraSettings:
     """Low-rank adapters, in PEFT's words."""
 
-    r: int = 16
-    alpha: int = 32
-    dropout: float = 0.0
+    r: LoraRank = 16
+    alpha: Count = 32
+    dropout: Share = 0.0
     target_modules: tuple[str, ...] = ("all-linear",)
     """Last parts of module names, or `all-linear` for every matrix of the blocks (not the head)."""
     adapter_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -36,13 +37,13 @@ class LoraSettings:
 class SequenceLengths:
     """The length distribution of a data set after truncation, in tokens."""
 
-    num_sequences: int
-    total_tokens: int
-    supervised_tokens: int
-    longest: int
-    mean: float
-    p50: int
-    p95: int
+    num_sequences: Count
+    total_tokens: Tokens
+    supervised_tokens: Tokens
+    longest: Count
+    mean: Positive
+    p50: Count
+    p95: Count
     quantiles: tuple[int, ...] = ()
     """Lengths at equal steps of probability from the shortest to the longest, both included; at least two or none."""
 
@@ -69,9 +70,9 @@ class Job:
 
     model: ModelShape
     tuning: TuningWish = "full"
-    sequence_length: int = 2048
+    sequence_length: Count = 2048
     """Tokens of one sequence, padded or packed to this."""
-    global_batch_size: int = 32
+    global_batch_size: Count = 32
     """Sequences of one optimizer step over all cards (accumulation included)."""
     precision: Precision = "bf16"
     reduce_dtype: ReduceDtype = "fp32"
@@ -82,10 +83,10 @@ class Job:
     packing: bool = False
     lengths: SequenceLengths | None = None
     """Of the user's data set, if it was looked at."""
-    num_train_epochs: float = 1.0
-    max_steps: int | None = None
-    learning_rate: float = 2e-5
-    price_per_gpu_hour: float | None = None
+    num_train_epochs: Positive = 1.0
+    max_steps: Count | None = None
+    learning_rate: Amount = 2e-5
+    price_per_gpu_hour: Positive | None = None
 
     @property
     def tokens_per_step(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.vocabulary.cluster import Cluster
@@ -99,3 +100,19 @@ class Plan:
     facts: tuple[Fact, ...] = ()
     version: str = ""
     """Of shardwise."""
+
+    def contradictions(self) -> Iterator[str]:
+        """A strategy that does not belong to the job and the cards beside it, as in a plan edited by hand."""
+        if self.recommended is None:
+            return
+        strategy = self.recommended.strategy
+        if strategy.num_ranks != self.cluster.num_gpus:
+            yield (
+                f"recommended.strategy has {strategy.num_ranks} ranks, and the cluster {self.cluster.num_gpus} cards; "
+                "plan again instead of editing"
+            )
+        if strategy.global_batch_size != self.job.global_batch_size:
+            yield (
+                f"recommended.strategy gives {strategy.global_batch_size:,} sequences a step, and the job asks for "
+                f"{self.job.global_batch_size:,}; plan again instead of editing"
+            )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwise.vocabulary.job import Attention, TuningWish
+from shardwise.vocabulary.limits import Amount, Count, Delay, LoraRank, NotNegative, Positive, Seed, Share
 from shardwise.vocabulary.strategy import Checkpointing, LossKind, Offload, ZeroStage
 
 OptimizerKey = Literal[
@@ -46,7 +47,7 @@ class RunFile:
     """Names of your columns to known ones, such as {question: prompt}."""
     chat_template_path: str | None = None
     """A jinja file that replaces the tokenizer's template."""
-    max_length: int = 1024
+    max_length: Count = 1024
     """Tokens; longer sequences are cut, counted and reported."""
     packing: bool = False
     assistant_only_loss: bool = True
@@ -55,34 +56,34 @@ class RunFile:
     """`prompt`/`completion`: learn the completion only."""
 
     # -- how much at once
-    per_device_train_batch_size: int | None = None
-    gradient_accumulation_steps: int | None = None
-    global_batch_size: int | None = None
+    per_device_train_batch_size: Count | None = None
+    gradient_accumulation_steps: Count | None = None
+    global_batch_size: Count | None = None
     """Sequences of one optimizer step over all cards; give this, or the two above."""
-    per_device_eval_batch_size: int = 4
+    per_device_eval_batch_size: Count = 4
 
     # -- how long and how fast
-    num_train_epochs: float = 1.0
-    max_steps: int | None = None
+    num_train_epochs: Positive = 1.0
+    max_steps: Count | None = None
     """Optimizer steps; wins over num_train_epochs."""
-    learning_rate: float | None = None
+    learning_rate: Amount | None = None
     """None: 2e-5 for full, 2e-4 for LoRA and QLoRA."""
-    learning_rate_base_batch: int | None = None
+    learning_rate_base_batch: Count | None = None
     """The batch (sequences) that learning_rate was found for; it is scaled to this run's: by the factor itself for SGD
     and LAMB, by its root for Adam, and a larger batch warms up."""
     lr_scheduler_type: Scheduler = "cosine"
-    warmup_steps: int = 0
-    warmup_ratio: float = 0.0
+    warmup_steps: NotNegative = 0
+    warmup_ratio: Share = 0.0
     """Share of all steps; used where warmup_steps is 0."""
     optim: OptimizerKey = "adamw_torch_fused"
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    max_grad_norm: float = 1.0
+    weight_decay: Amount = 0.0
+    adam_beta1: Share = 0.9
+    adam_beta2: Share = 0.999
+    adam_epsilon: Positive = 1e-8
+    max_grad_norm: Amount = 1.0
     """Clip the true global norm to this; 0 turns clipping off."""
-    seed: int = 42
-    hang_timeout: float = 600.0
+    seed: Seed = 42
+    hang_timeout: Delay = 600.0
     """Seconds without progress of any rank after which the run ends, naming the rank and the collective; 0: never."""
 
     # -- what is trained
@@ -90,9 +91,9 @@ class RunFile:
     """full, lora, qlora or any; None: from use_peft and load_in_4bit."""
     use_peft: bool = False
     load_in_4bit: bool = False
-    lora_r: int = 16
-    lora_alpha: int = 32
-    lora_dropout: float = 0.0
+    lora_r: LoraRank = 16
+    lora_alpha: Count = 32
+    lora_dropout: Share = 0.0
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     use_dora: bool = False
     """Adapters that train the length of each row of a weight apart from its direction."""
@@ -123,16 +124,16 @@ class RunFile:
     output_dir: str = "runs/latest"
     resume_from_checkpoint: bool | str = False
     """true: the newest good one in output_dir; or a folder."""
-    logging_steps: int = 1
+    logging_steps: Count = 1
     eval_strategy: Literal["no", "steps", "epoch"] = "no"
-    eval_steps: int | None = None
+    eval_steps: Count | None = None
     save_strategy: Literal["no", "steps", "epoch"] = "steps"
-    save_steps: int = 500
-    save_total_limit: int | None = 2
+    save_steps: Count = 500
+    save_total_limit: Count | None = 2
     save_final: bool = True
     """Export a Hugging Face folder at the end."""
     report_to: tuple[Tracker, ...] = ("none",)
     run_name: str | None = None
     sample_prompt: str | None = None
     """Answer this before and after training, greedily, and keep both."""
-    sample_max_new_tokens: int = 48
+    sample_max_new_tokens: Count = 48

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Literal
 
 from shardwise.vocabulary.job import OptimizerName, Precision, ReduceDtype, Tuning
+from shardwise.vocabulary.limits import Count, Degree
 
 Checkpointing = Literal["none", "selective", "full"]
 LossKind = Literal["plain", "chunked", "fused"]
@@ -38,14 +39,14 @@ class Axis(StrEnum):
 class Strategy:
     """Everything that decides memory, wire and time, given a Job and a Cluster."""
 
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
+    pp: Degree = 1
+    dp_replicate: Degree = 1
+    dp_shard: Degree = 1
+    tp: Degree = 1
     zero_stage: ZeroStage = 0
-    micro_batch_size: int = 1
+    micro_batch_size: Count = 1
     """Sequences that one rank passes forward and backward at once (`per_device_train_batch_size`)."""
-    accumulation: int = 1
+    accumulation: Count = 1
     """Micro-batches of one optimizer step on one rank (`gradient_accumulation_steps`)."""
     tuning: Tuning = "full"
     checkpointing: Checkpointing = "none"
@@ -58,7 +59,7 @@ class Strategy:
     sequence_parallel: bool = False
     """With tp > 1: norms and residuals split along the sequence dim."""
     pipeline_schedule: PipelineSchedule = "1f1b"
-    virtual_stages: int = 1
+    virtual_stages: Degree = 1
     """Model chunks a rank in interleaved schedules."""
     keep_unsharded: bool = False
     """Stages 2 and 3: keep whole gradients between micro-batches, so that the wire is paid once a step."""

@@ -180,3 +180,12 @@ def test_help_shows_collected_flags_once() -> None:
     assert "--answer no|yes" in page
     assert "--thing" not in page
     assert "MODEL" not in page
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_number_of_hundreds_of_digits_is_refused(digits: int) -> None:
+    from shardwise.cli import plan
+
+    with pytest.raises(UsageError) as caught:
+        parse(plan.Options, ["m", "--seq", "9" * digits, "--price", "1" + "0" * digits])
+    assert len(caught.value.problems) == 2

@@ -114,8 +114,8 @@ def test_secrets_are_refused_and_never_repeated(tmp_path: Path, text: str) -> No
         ({"bf16": False, "bf16_pure": True}, "bf16_pure is true, and bf16 is false"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, "are both given"),
         ({"max_length": 0}, "max_length must be at least 1, not 0"),
-        ({"learning_rate": -1.0}, "learning_rate must not be negative"),
-        ({"lora_dropout": 1.0}, "lora_dropout must be from 0 to below 1"),
+        ({"learning_rate": -1.0}, "learning_rate must be at least 0, not -1"),
+        ({"lora_dropout": 1.0}, "lora_dropout must be below 1, not 1"),
         ({"num_train_epochs": 0}, "num_train_epochs must be more than 0"),
     ],
 )
