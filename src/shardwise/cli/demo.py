@@ -46,8 +46,8 @@ class Options:
     """The folder with the two data files; examples/data of the project if nothing is said."""
     steps: int = 20
     """Optimizer steps."""
-    global_batch: int = 16
-    """Sequences of one optimizer step."""
+    global_batch: int = 8
+    """Packed rows of 256 tokens in one optimizer step."""
     tuning: Literal["any", "full", "lora"] = "any"
     """What may be trained; any plans both and lets the rules decide."""
     ranks: int | None = None
@@ -129,6 +129,7 @@ def _run_file(options: Options, folder: Path) -> RunFile:
         eval_dataset_name=str(data / HELD_OUT_FILE),
         output_dir=str(folder),
         max_length=256,
+        packing=True,
         global_batch_size=options.global_batch,
         max_steps=options.steps,
         learning_rate=1e-3 if options.tuning == "lora" else 1e-4,

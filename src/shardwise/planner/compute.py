@@ -80,7 +80,7 @@ def compute_times(place: Placement, cluster: Cluster) -> ComputeTimes:
     traffic = _traffic_bytes(place) / rates.traffic
     forward = matrices + attention + traffic
     weight_gradients = 1.0 if place.trains_all else _adapter_share(place)
-    backward = matrices * (1 + weight_gradients) + attention * ATTENTION_BACKWARD_FLOPS + 2 * traffic
+    backward = matrices * (1 + weight_gradients) + _attention_backward(place, rates, attention) + 2 * traffic
     again = recomputed(place)
     backward += matrices * again.matrices + attention * again.attention + traffic * again.elementwise
     return ComputeTimes(
@@ -193,6 +193,14 @@ def _adapter_share(place: Placement) -> float:
     """Weight gradients of adapters, relative to all matrices."""
     adapters = place.adapter_elements
     return adapters / (place.model.active_block_parameters / place.strategy.tp + adapters)
+
+
+def _attention_backward(place: Placement, rates: Rates, forward: float) -> float:
+    """Backward of one block's attention: at its measured rate (counted as twice the forward's FLOPs), else by FLOPs."""
+    if place.job.attention == "eager" or "backward" not in rates.attention_points:
+        return forward * ATTENTION_BACKWARD_FLOPS
+    sequence = place.typical_sequence
+    return 2 * forward * rates.attention(sequence) / rates.attention(sequence, "backward")
 
 
 def _attention_seconds(place: Placement, rates: Rates) -> float:
