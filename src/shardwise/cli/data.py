@@ -6,10 +6,14 @@ import dataclasses
 import json
 import sys
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from shardwise.cli.options import POSITIONAL
 from shardwise.errors import ConfigError
+from shardwise.vocabulary.limits import NotNegative, Within
+
+Tokens = Annotated[int, Within(least=2, most=2**31 - 1)]
+"""Of a sample: one, and one to predict."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,7 @@ class Options:
     """Whose tokenizer and chat template: a folder or a hub id."""
     split: str = "train"
     """Split of a hub id."""
-    max_length: int = 1024
+    max_length: Tokens = 1024
     """Tokens; longer sequences would be cut."""
     column_map: dict[str, str] = field(default_factory=dict[str, str])
     """Names of your columns to known ones."""
@@ -41,7 +45,7 @@ class Options:
     """`messages`: learn the assistant's tokens only."""
     completion_only_loss: bool = True
     """`prompt`/`completion`: learn the completion only."""
-    samples: int = 2
+    samples: NotNegative = 2
     """How many to show."""
     json: bool = False
     """Everything as JSON on stdout."""

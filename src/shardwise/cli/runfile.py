@@ -89,7 +89,7 @@ def read_run(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, 
             data[key] = _interpolated(
                 data[key], env, lambda problem, key=key: problems.append(f"{at(key)}{key}: {problem}")
             )
-    merged = {**data, **flags}
+    merged = {key: _listed(key, value) for key, value in {**data, **flags}.items()}
     for key, value in flags.items():
         _refuse_secret_values(value, lambda problem, key=key: problems.append(f"--{key}: {problem}"))
     try:
@@ -153,6 +153,14 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold `key: value` lines, not {type(data).__name__}")
     return {str(key): value for key, value in typing.cast("dict[Any, Any]", data).items()}, codec.key_lines(text)
+
+
+def _listed(key: str, value: Any) -> Any:
+    """`report_to: tensorboard` and `lora_target_modules: all-linear` are texts or lists in transformers and PEFT."""
+    return [value] if key in _LISTS and isinstance(value, str) else value
+
+
+_LISTS = ("report_to", "lora_target_modules")
 
 
 def _foreign_or_secret(key: str) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DataError
 from shardwise.trainer.data.batches import BatchOptions, BatchPlan, plan_batches
 from shardwise.trainer.data.lengths import sequence_lengths
 from shardwise.trainer.data.options import DataOptions
@@ -121,9 +121,28 @@ def _load_data(
         assistant_only_loss=run.assistant_only_loss,
         completion_only_loss=run.completion_only_loss,
         chat_template_path=run.chat_template_path,
+        skip_bad_rows=run.skip_bad_rows,
         cache_dir=_cache_dir(wishes),
     )
-    return prepare(options, tokenizer)
+    tokenized = prepare(options, tokenizer)
+    refuse_unknown_tokens(tokenized, name, config.vocab_size)
+    return tokenized
+
+
+def refuse_unknown_tokens(tokenized: TokenizedSet, name: str, vocab_size: int) -> None:
+    """Look at every token; on a card, one too large would only say `device-side assert`.
+
+    Raises:
+        DataError: A token that the model has no row for.
+    """
+    place = int(tokenized.input_ids.argmax())
+    token = int(tokenized.input_ids[place])
+    if token >= vocab_size:
+        sample = int(tokenized.offsets.searchsorted(place, side="right")) - 1
+        raise DataError(
+            f"{name}: row {int(tokenized.rows[sample])} holds the token {token:,}, and the model knows those below "
+            f"{vocab_size:,} (vocab_size); tokenize with the model's own tokenizer, or resize its embeddings first."
+        )
 
 
 def _cache_dir(wishes: RunWishes) -> Path:

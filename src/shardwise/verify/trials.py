@@ -145,7 +145,7 @@ def prepare(run: RunFile, plan: Plan, strategy: Strategy | None = None) -> Trial
     """Choose what runs: the plan's recommendation, or another of its candidates.
 
     Raises:
-        DoesNotFitError: If nothing fits; the plan's advice is in the message.
+        DoesNotFitError: If nothing fits, with the plan's advice; or nothing is legal, with its refusals.
         ConfigError: If the strategy is not among the plan's candidates.
     """
     if strategy is not None:
@@ -153,6 +153,8 @@ def prepare(run: RunFile, plan: Plan, strategy: Strategy | None = None) -> Trial
         if found is None:
             raise ConfigError(f"{strategy.name} is not among the candidates of this plan")
         return Trial(run=run, plan=plan, candidate=found)
+    if plan.recommended is None and not plan.candidates:
+        raise DoesNotFitError(plan.reason, *dict.fromkeys(refusal.message for refusal in plan.refusals))
     if plan.recommended is None:
         raise DoesNotFitError(plan.reason, *(f"{advice.message} {advice.command}".strip() for advice in plan.advice))
     return Trial(run=run, plan=plan, candidate=plan.recommended)

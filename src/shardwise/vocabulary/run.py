@@ -54,6 +54,8 @@ class RunFile:
     """`messages`: learn the assistant's tokens only."""
     completion_only_loss: bool = True
     """`prompt`/`completion`: learn the completion only."""
+    skip_bad_rows: bool = False
+    """Leave out rows that cannot be read or used, and count them; otherwise they are an error."""
 
     # -- how much at once
     per_device_train_batch_size: Count | None = None

@@ -135,3 +135,10 @@ def test_a_file_that_is_no_run_file_is_refused(tmp_path: Path, text: str) -> Non
 def test_any_flags_are_read_or_refused(flags: dict[str, Any]) -> None:
     with contextlib.suppress(ConfigError):
         assert read_run(None, {"model_name_or_path": "m", **flags}, {}).model_name_or_path
+
+
+def test_a_text_is_a_list_of_one_where_transformers_takes_both(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\nreport_to: tensorboard\nlora_target_modules: all-linear\n"
+    run = read_run(write(tmp_path, text), {}, {})
+    assert run.report_to == ("tensorboard",)
+    assert run.lora_target_modules == ("all-linear",)

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
+import pytest
 from data_helpers import MakeTokenizer, Write, chat
 
+from shardwise.errors import DataError
 from shardwise.trainer.data.options import DataOptions
 from shardwise.trainer.data.preview import distribution, preview, render_preview, visible
 
@@ -68,3 +71,11 @@ def test_distribution_counts_every_length() -> None:
     assert found.buckets[-1] == (100, 1)
     assert (found.percentiles["0"], found.percentiles["50"], found.percentiles["100"]) == (1, 2, 100)
     assert distribution(np.array([3]), "tokens").mean == 3
+
+
+@pytest.mark.parametrize("limit", ["", "#0"])
+def test_a_set_without_rows_says_so(limit: str, tmp_path: Path) -> None:
+    path = tmp_path / "blank.jsonl"
+    path.write_text("\n  \n\n", encoding="utf-8")
+    with pytest.raises(DataError, match="has no row to train on"):
+        preview(DataOptions(source=f"{path}{limit}"), None, 1)

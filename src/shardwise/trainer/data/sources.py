@@ -65,8 +65,10 @@ class Problems:
         return tuple(f"{self.unit} {number}: {'; '.join(texts)}" for number, texts in sorted(self.shown.items()))
 
     def error(self) -> DataError:
-        """The error that names the file and its bad rows."""
+        """The error that names the file and its bad rows, or says that it has no rows at all."""
         lines = self.lines()
+        if not lines:
+            return DataError(f"{self.source} has no row to train on.")
         way_out = "Correct it, or leave it out with skip_bad_rows: true."
         if self.num_rows == 1:
             return DataError(f"{self.source}, {lines[0]}. {way_out}")
@@ -109,6 +111,8 @@ def open_source(options: DataOptions) -> Source:
     path = Path(name).expanduser()
     if path.is_file():
         return _open_file(options.source, path, limit)
+    if not name.strip():
+        raise DataError("The name of the data set is empty; give a file, a folder or a hub id.")
     if path.is_dir() or _looks_like_hub_id(name):
         return _open_dataset(options, name, limit)
     raise DataError(_no_such_file(path))

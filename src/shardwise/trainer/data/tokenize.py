@@ -257,7 +257,7 @@ def _encode_in_workers(
     except BrokenProcessPool as error:
         raise ResourceError(
             f"One of {workers} tokenizing processes was killed, probably for lack of memory. "
-            "Free some memory, or set num_workers: 1."
+            "Free some memory, or tokenize on a machine with more."
         ) from error
 
 
