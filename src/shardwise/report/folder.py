@@ -23,7 +23,8 @@ PARTS = {
     "metrics.jsonl": "the loss of every step",
     "measured.json": "the measured step, and answers before and after",
 }
-TRAIN_KEYS = ("loss", "train/loss", "train_loss")
+TRAIN_KEYS = ("loss", "train/loss")
+"""Not train_loss, which is the mean of the run."""
 HELD_OUT_KEYS = ("eval_loss", "eval/loss")
 STEP_KEYS = ("step", "train/global_step", "global_step")
 

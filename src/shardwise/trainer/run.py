@@ -156,7 +156,8 @@ def _train(start: RunStart) -> str:
         parts.checkpointer.close()
         if result.stopped_by:
             parts.progress.say(
-                f"Stopped by signal {result.stopped_by} after step {result.num_steps}; saved. Go on with --resume."
+                f"Stopped by signal {result.stopped_by} after step {result.num_steps}; saved. "
+                f"Go on with: shardwise train {run.output_dir} --resume"
             )
             raise SystemExit(128 + result.stopped_by)
     finally:
@@ -354,6 +355,8 @@ def _resume(run: RunFile, checkpointer: Checkpointer, app: Any, position: DataPo
         for damaged in found.damaged:
             progress.say(f"Passed over: {damaged}")
         if found.path is None:
+            if run.resume_from_checkpoint:
+                progress.say(f"{run.output_dir} holds no checkpoint to resume from: starting at the beginning.")
             return
         if not run.resume_from_checkpoint:
             raise CheckpointError(

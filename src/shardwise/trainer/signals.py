@@ -1,14 +1,19 @@
 """Signals: SIGTERM and Ctrl-C save and stop after the step under way, SIGUSR1 saves and goes on.
 
 A handler only notes what was asked; the ranks agree on it after each step, because a signal reaches them at different
-moments. A second Ctrl-C ends the process at once.
+moments. A second Ctrl-C ends the process at once; what comes within a moment of the first is the same one, because a
+terminal signals the ranks and their launcher passes it on to them once more.
 """
 
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 from typing import Any
+
+SAME_SECONDS = 5.0
+"""A SIGINT this soon after the first signal is its echo."""
 
 
 class Signals:
@@ -20,6 +25,7 @@ class Signals:
         self.save = False
         """Whether a signal has asked for a checkpoint."""
         self._before: dict[int, Any] = {}
+        self._first = 0.0
 
     def install(self) -> None:
         """Takes over the signals; of the main thread only."""
@@ -35,7 +41,7 @@ class Signals:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
             self.save = True
-        elif self.stop and number == signal.SIGINT:
+        elif not self.stop:
+            self.stop, self._first = number, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._first > SAME_SECONDS:
             raise KeyboardInterrupt
-        else:
-            self.stop = number

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardwise.vocabulary.ledger import Ledger, LedgerRow
 from shardwise.vocabulary.measured import CountedCollective, Measured
-from shardwise.vocabulary.memory import Category
+from shardwise.vocabulary.memory import Category, Instant, MemoryBreakdown
 from shardwise.vocabulary.plan import Candidate
 from shardwise.vocabulary.timeline import Collective
 
@@ -22,12 +22,13 @@ def make_ledger(candidate: Candidate, measured: Measured) -> Ledger:
 
 def _memory(candidate: Candidate, measured: Measured) -> Iterator[LedgerRow]:
     memory, stored = candidate.memory, measured.stored_by_category or {}
-    predicted, seen = memory.by_category(), measured.peak_by_category
+    seen = measured.peak_by_category
+    predicted = memory.by_category(_instant(memory, measured))
     for category in _STATES:
         yield _bytes(category.value, predicted[category], stored.get(category), "counted tensor by tensor")
     if seen is not None:
         for category in (each for each in Category if each not in _STATES and (predicted[each] or seen.get(each))):
-            yield _bytes(category.value, predicted[category], seen.get(category), "at the peak")
+            yield _bytes(category.value, predicted[category], seen.get(category), _where(measured))
     else:
         kept = sum(stored.get(category, 0) for category in _STATES)
         found = measured.allocated_bytes - kept if measured.allocated_bytes is not None and stored else None
@@ -36,6 +37,23 @@ def _memory(candidate: Candidate, measured: Measured) -> Iterator[LedgerRow]:
     yield _bytes("allocated", memory.allocated_bytes, measured.allocated_bytes, measured.memory_note)
     yield _bytes("reserved", memory.reserved_bytes, measured.reserved_bytes, "what torch's allocator holds")
     yield _bytes("device", memory.device_bytes, measured.device_bytes, "what the driver counts")
+
+
+_PHASES = {
+    "forward": (Instant.FORWARD,),
+    "loss": (Instant.LOSS,),
+    "backward": (Instant.BACKWARD_FIRST, Instant.REDUCE_FIRST, Instant.BACKWARD_LAST, Instant.REDUCE_LAST),
+    "optimizer": (Instant.OPTIMIZER,),
+}
+
+
+def _where(measured: Measured) -> str:
+    return f"at the measured peak, in {measured.peak_phase}" if measured.peak_phase else "at the peak"
+
+
+def _instant(memory: MemoryBreakdown, measured: Measured) -> Instant | None:
+    """The fullest predicted instant of the phase in which the measured peak was: like is compared with like."""
+    return None if measured.peak_phase is None else max(_PHASES[measured.peak_phase], key=memory.at)
 
 
 def _bytes(name: str, predicted: int, measured: int | None, note: str) -> LedgerRow:

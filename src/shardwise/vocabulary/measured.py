@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from shardwise.vocabulary.cluster import CollectiveOp
 from shardwise.vocabulary.memory import Category
@@ -38,6 +39,8 @@ class Measured:
     strategy: Strategy | None = None
     peak_by_category: Mapping[Category, int] | None = None
     """Bytes of each category at the instant of the peak, on the fullest rank."""
+    peak_phase: Literal["forward", "loss", "backward", "optimizer"] | None = None
+    """The part of the step in which that peak was."""
     stored_by_category: Mapping[Category, int] | None = None
     """Bytes of parameters, gradients and optimizer states that one rank holds, counted tensor by tensor."""
     allocated_bytes: int | None = None

@@ -6,8 +6,8 @@ tensor parallel sits inside a node. Groups are slices of this grid. *Axis* is a 
 tensor; *degree* is the length of an axis.
 
 [Note: ZeRO by one mechanism]
-FSDP2 (`fully_shard`) carries stages 1 to 3, DDP carries stage 0; see `axes/shard`. HSDP is a stage above 0 with
-dp_replicate > 1.
+FSDP2 (`fully_shard`) carries every stage; stage 0 (what people call DDP) is its mesh (dp_replicate, 1), see
+`axes/replicate` and `axes/shard`. HSDP is a stage above 0 with dp_replicate > 1.
 """
 
 from __future__ import annotations

@@ -115,6 +115,7 @@ class Meter:
         return Measured(
             strategy=self._options.strategy,
             peak_by_category=watched.by_category if watched else None,
+            peak_phase=watched.phase if watched else None,
             stored_by_category=self._stored_by_category(),
             allocated_bytes=allocated,
             reserved_bytes=peak.reserved if peak else None,
