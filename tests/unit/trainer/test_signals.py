@@ -1,4 +1,4 @@
-"""Ctrl-C saves: the terminal signals the ranks, their launcher passes the same one on, and that is one wish, not two."""
+"""Ctrl-C saves: the terminal signals the ranks, their launcher passes it on, and that is one wish, not two."""
 
 import signal
 
