@@ -39,10 +39,17 @@ def _memory(candidate: Candidate, measured: Measured) -> Iterator[LedgerRow]:
     yield _bytes("device", memory.device_bytes, measured.device_bytes, "what the driver counts")
 
 
+# The loss's own backward holds the logits' gradients, and the meter calls it backward.
 _PHASES = {
     "forward": (Instant.FORWARD,),
     "loss": (Instant.LOSS,),
-    "backward": (Instant.BACKWARD_FIRST, Instant.REDUCE_FIRST, Instant.BACKWARD_LAST, Instant.REDUCE_LAST),
+    "backward": (
+        Instant.LOSS,
+        Instant.BACKWARD_FIRST,
+        Instant.REDUCE_FIRST,
+        Instant.BACKWARD_LAST,
+        Instant.REDUCE_LAST,
+    ),
     "optimizer": (Instant.OPTIMIZER,),
 }
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import ConfigError, DoesNotFitError, UsageError
 from shardwise.facts.hub import find_model
 from shardwise.planner.answer import make_plan
 from shardwise.planner.search import Wishes
+from shardwise.verify import opening
 from shardwise.verify.ledger import make_ledger
+from shardwise.verify.opening import CLUSTER_FILE, PLAN_FILE, RUN_FILE
 from shardwise.vocabulary import codec
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job, LoraSettings, OptimizerName, Precision, SequenceLengths, TuningWish
@@ -23,7 +26,6 @@ from shardwise.vocabulary.plan import Candidate, Plan
 from shardwise.vocabulary.run import OptimizerKey, RunFile
 from shardwise.vocabulary.strategy import Checkpointing, Strategy
 
-PLAN_FILE, CLUSTER_FILE, RUN_FILE = "plan.yaml", "cluster.yaml", "run.yaml"
 LEDGER_FILE, MEASURED_FILE = "ledger.json", "measured.json"
 USUAL_GLOBAL_BATCH = 32
 _OPTIMIZERS: dict[OptimizerKey, OptimizerName] = {
@@ -177,17 +179,27 @@ def execute(trial: Trial, *, cuda: bool, command: str = "") -> Ledger:
     from shardwise.launch.local import LaunchOptions, launch
     from shardwise.trainer.run import RunWishes, run_training
 
-    write_before(trial)
-    options = LaunchOptions(num_ranks=trial.candidate.strategy.num_ranks, device="cuda" if cuda else "cpu")
-    launch(run_training, (trial.run, trial.candidate.strategy, RunWishes(command=command)), options)
+    with opening.kept_until_a_step(trial.folder, _nouns(trial)):
+        write_before(trial)
+        options = LaunchOptions(num_ranks=trial.candidate.strategy.num_ranks, device="cuda" if cuda else "cpu")
+        launch(run_training, (trial.run, trial.candidate.strategy, RunWishes(command=command)), options)
     return settle(trial.folder, trial.candidate)
 
 
 def write_before(trial: Trial) -> None:
-    """Write the plan, the cluster and the run file into the run folder, before anything runs."""
-    trial.folder.mkdir(parents=True, exist_ok=True)
-    for name, noun in ((PLAN_FILE, trial.plan), (CLUSTER_FILE, trial.plan.cluster), (RUN_FILE, trial.run)):
-        (trial.folder / name).write_text(codec.to_yaml(noun), encoding="utf-8")
+    """Write the plan, the cluster and the run file into the run folder, before anything runs.
+
+    Raises:
+        CheckpointError: The folder holds an earlier run that nobody goes on with.
+        UsageError: A file of the user's stands in the way.
+        ResourceError: The folder cannot be written.
+    """
+    opening.look(trial.folder, _nouns(trial), resumes=bool(trial.run.resume_from_checkpoint))
+    opening.write(trial.folder, _nouns(trial))
+
+
+def _nouns(trial: Trial) -> dict[str, Any]:
+    return {PLAN_FILE: trial.plan, CLUSTER_FILE: trial.plan.cluster, RUN_FILE: trial.run}
 
 
 def settle(folder: Path, candidate: Candidate) -> Ledger:
