@@ -133,6 +133,8 @@ def contradictions(run: RunFile) -> list[str]:
         )
     if run.merge_adapters and not run.save_final:
         problems.append("merge_adapters is true, and save_final is false; nothing would be exported, take one out")
+    if not run.output_dir.strip():
+        problems.append("output_dir is empty; name a folder for what the run writes")
     if run.warmup_steps and run.warmup_ratio:
         problems.append(
             f"warmup_steps ({run.warmup_steps}) and warmup_ratio ({run.warmup_ratio}) are both given; one decides"

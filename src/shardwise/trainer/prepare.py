@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from shardwise.trainer.model import load_config
 from shardwise.vocabulary.job import SequenceLengths
 from shardwise.vocabulary.run import RunFile
 from shardwise.vocabulary.strategy import Strategy
+
+MOST_RANDOM_TOKENS = 10**8
+"""Of `random:N`; a list in memory, 32 bytes a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,7 @@ def _load_tokenizer(run: RunFile) -> Any:
     """The model's tokenizer; None if there is none and none is needed, because the tokens are random."""
     from transformers import AutoTokenizer
 
-    needed = _random_rows(run.dataset_name) is None
+    needed = random_rows(run, run.dataset_name) is None
     if run.random_init and not needed:
         return None
     try:
@@ -89,17 +93,22 @@ def _load_tokenizer(run: RunFile) -> Any:
         raise ConfigError(f"No tokenizer can be read from {run.model_name_or_path!r}: {error}") from error
 
 
-def _random_rows(name: str | None) -> int | None:
+def random_rows(run: RunFile, name: str | None) -> int | None:
     """N of `random:N`; None for any other data set.
 
     Raises:
-        ConfigError: N is no positive number.
+        ConfigError: N is no positive number, or too large a one.
     """
     if name is None or not name.startswith("random:"):
         return None
     count = name.removeprefix("random:")
-    if not count.isdigit() or int(count) < 1:
+    if not re.fullmatch(r"[0-9]{1,18}", count) or int(count) < 1:
         raise ConfigError(f"dataset_name {name!r}: write random:N with N sequences, such as random:512.")
+    if int(count) * run.max_length > MOST_RANDOM_TOKENS:
+        raise ConfigError(
+            f"dataset_name {name!r}: {int(count):,} sequences of {run.max_length:,} tokens are drawn in memory; the "
+            f"limit is {MOST_RANDOM_TOKENS:,} tokens. Ask for fewer, such as random:512."
+        )
     return int(count)
 
 
@@ -108,7 +117,7 @@ def _load_data(
 ) -> TokenizedSet | None:
     if name is None:
         return None
-    num_rows = _random_rows(name)
+    num_rows = random_rows(run, name)
     if num_rows is not None:
         draw = random.Random(f"{run.seed} {split}")
         rows = [draw.choices(range(config.vocab_size), k=run.max_length) for _ in range(num_rows)]

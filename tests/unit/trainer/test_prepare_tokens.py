@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.errors import DataError
+from shardwise.errors import ConfigError, DataError
 from shardwise.trainer.data.store import from_samples
-from shardwise.trainer.prepare import refuse_unknown_tokens
+from shardwise.trainer.prepare import random_rows, refuse_unknown_tokens
+from shardwise.vocabulary.run import RunFile
 
 
 def test_a_token_beyond_the_vocabulary_is_named_with_its_row() -> None:
@@ -14,3 +15,16 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_row() -> None:
     refuse_unknown_tokens(tokenized, "ids.jsonl", 100_000)
     with pytest.raises(DataError, match=r"ids.jsonl: row 2 holds the token 99,999, .* below 259 \(vocab_size\)"):
         refuse_unknown_tokens(tokenized, "ids.jsonl", 259)
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "x", "", "²", "9" * 5000])
+def test_a_wrong_number_of_random_sequences_is_refused(count: str) -> None:
+    run = RunFile(model_name_or_path="m", dataset_name=f"random:{count}")
+    with pytest.raises(ConfigError, match="write random:N with N sequences"):
+        random_rows(run, run.dataset_name)
+
+
+def test_random_sequences_beyond_memory_are_refused() -> None:
+    run = RunFile(model_name_or_path="m", dataset_name="random:999999999999")
+    with pytest.raises(ConfigError, match="999,999,999,999 sequences of 1,024 tokens"):
+        random_rows(run, run.dataset_name)

@@ -52,7 +52,9 @@ def verify_folder(folder: Path, ranks: Ranks | None = None) -> Manifest:
 def _listed(folder: Path) -> Manifest:
     """The manifest, once the names in the folder are exactly the ones that it lists."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder. `newest_good` finds the checkpoints of a run.")
+        raise CheckpointError(
+            f"{folder} is not a folder; name a checkpoint's, or say --resume for the newest good one of the run."
+        )
     manifest = read_manifest(folder)
     named = _STEP.match(folder.name)
     if named and int(named[1]) != manifest.step:
