@@ -14,6 +14,7 @@ from shardwise.errors import UsageError
 from shardwise.report.style import Style
 from shardwise.report.table import Column, render_table
 from shardwise.vocabulary.cluster import Cluster, Link
+from shardwise.vocabulary.limits import MAX_GPUS
 from shardwise.vocabulary.units import (
     format_bandwidth,
     format_bytes,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _TIME = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(us|ms|s)\s*")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+MOST_SECONDS = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +97,16 @@ def _numbers(options: Options) -> tuple[int, float | None]:
         problems.append("--bytes must be more than 0")
     if options.ranks < 2:
         problems.append(f"--ranks must be 2 or more, not {options.ranks}: one rank sends nothing")
+    if options.ranks > MAX_GPUS:
+        problems.append(f"--ranks must be at most {MAX_GPUS:,}, not {options.ranks}")
     if options.compute is not None:
         match = _TIME.fullmatch(options.compute)
         compute = float(match[1]) * _SECONDS[match[2]] if match else None
-        if not compute:
-            problems.append(f"--compute {options.compute!r} is not a time; write a number and a unit, such as 600ms")
+        if not compute or compute > MOST_SECONDS:
+            problems.append(
+                f"--compute {options.compute[:40]!r} is not a time up to {MOST_SECONDS:,.0f} s; write a number and a "
+                "unit, such as 600ms"
+            )
     if problems:
         raise UsageError(*problems)
     return size, compute

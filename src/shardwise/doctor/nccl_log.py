@@ -217,6 +217,8 @@ def read_nccl_log(path: Path | str) -> NcclLog:
         UsageError: If the file cannot be read.
     """
     collector = _Collector()
+    if Path(path).is_char_device() or Path(path).is_block_device():
+        raise UsageError(f"The log {str(path)!r} is a device, which may never end. Give a file, or a pipe.")
     try:
         with Path(path).open("rb") as raw:
             gzipped = raw.peek(2)[:2] == b"\x1f\x8b"

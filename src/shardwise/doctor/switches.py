@@ -187,7 +187,8 @@ def read_environment_file(path: Path) -> list[Setting]:
         UsageError: If the file cannot be read, or is no text.
     """
     try:
-        data = path.read_bytes()[:_MAX_ENV_FILE_BYTES]
+        with path.open("rb") as file:
+            data = file.read(_MAX_ENV_FILE_BYTES)  # no more: it may be a device, which never ends
     except OSError as error:
         raise UsageError(f"The environment file {str(path)!r} cannot be read: {error.strerror}. Give an env file, a "
                          "script or a YAML file.") from error  # fmt: skip

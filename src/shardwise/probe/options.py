@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +83,8 @@ def check_options(options: ProbeOptions) -> None:
     for name, folder in (("checkpoint_dir", options.checkpoint_dir), ("out", options.out and options.out.parent)):
         if folder is not None and not folder.is_dir():
             problems.append(f"{name} needs the folder {str(folder)!r}, which does not exist; create it first")
+        elif folder is not None and not os.access(folder, os.W_OK):
+            problems.append(f"{name} needs the folder {str(folder)!r}, which this user may not write; give another")
     if options.out is not None and options.out.is_dir():
         problems.append(f"out is {str(options.out)!r}, which is a folder; give the name of a file in it")
     if problems:

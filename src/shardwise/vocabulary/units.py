@@ -11,6 +11,7 @@ import re
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 TERA = 10**12
+MOST_BYTES = 2**60
 MILLISECOND, MICROSECOND = 1e-3, 1e-6
 HOUR = 3600.0
 
@@ -25,12 +26,15 @@ def parse_bytes(text: str) -> int:
     """Bytes from text such as `700MB`, `1.5 GiB` or `4096`.
 
     Raises:
-        ValueError: If the text is not a non-negative size in a known unit.
+        ValueError: If the text is not a non-negative size in a known unit, or beyond the limit.
     """
     match = _SIZE.fullmatch(text)
     if match is None or match[2].casefold() not in _SIZE_UNITS:
         raise ValueError(f"{text!r} is not a size; write a number and a unit, such as 700MB, 1.5GiB or 4096")
-    return round(float(match[1]) * _SIZE_UNITS[match[2].casefold()])
+    size = float(match[1]) * _SIZE_UNITS[match[2].casefold()]
+    if size > MOST_BYTES:
+        raise ValueError(f"{text[:40]!r} is more than the limit of {MOST_BYTES:,} bytes (1 EiB)")
+    return round(size)
 
 
 def format_gb(num_bytes: float, places: int = 1) -> str:

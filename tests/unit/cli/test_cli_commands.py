@@ -221,3 +221,22 @@ def test_data_show_marks_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "line 2" in out
     assert main(["data", "show", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_bad_rows"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--bytes", "1e999GB"], "more than the limit of 1,152,921,504,606,846,976 bytes"),
+        (["--bytes", "1GB", "--ranks", "99999999999999"], "--ranks must be at most 65,536"),
+        (["--bytes", "1GB", "--compute", "9" * 400 + "s"], "is not a time"),
+    ],
+)
+def test_wire_refuses_what_no_wire_carries(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["wire", "--link", "ndr", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--log", "--env"])
+def test_doctor_does_not_wait_for_a_device(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", flag, "/dev/zero"]) == 2
+    assert "/dev/zero" in capsys.readouterr().err
