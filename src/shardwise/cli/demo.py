@@ -110,7 +110,7 @@ def _probe(options: Options, folder: Path) -> Cluster:
     from shardwise.probe.launch import probe
     from shardwise.probe.options import ProbeOptions
     from shardwise.probe.page import report_page
-    from shardwise.verify.trials import CLUSTER_FILE
+    from shardwise.verify.opening import CLUSTER_FILE
 
     folder.mkdir(parents=True, exist_ok=True)
     report = probe(ProbeOptions(quick=True, ranks=options.ranks, out=folder / CLUSTER_FILE, checkpoint_dir=folder))
