@@ -6,12 +6,16 @@ Exit codes: 0 done, 1 failed, 2 asked for something that cannot be read, 3 nothi
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, TextIO, cast
 
 import shardwise
 from shardwise.errors import ShardwiseError, UnknownNameError
@@ -41,6 +45,8 @@ COMMANDS: dict[str, Command] = {
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+"""The machine's faults, not ours."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    _make_streams_usable()
     try:
         code = _dispatch(words)
         sys.stdout.flush()
@@ -64,8 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say("shardwise: interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # `shardwise plan ... | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_nowhere()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            _report_our_fault(words)
+            return 1
+        where = f" ({error.filename})" if error.filename else ""
+        _say(f"shardwise: {error.strerror}{where}; free some space, or write elsewhere")
+        _write_nowhere()
+        return 1
     except Exception:
         _report_our_fault(words)
         return 1
@@ -118,7 +133,28 @@ def _write(text: str) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    with contextlib.suppress(OSError):  # a full disk behind stderr must not change the exit code
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def _make_streams_usable() -> None:
+    """A closed stream (`>&-`) swallows what is written; a stream of few letters escapes those it has not."""
+    sys.stdout = sys.stdout or _nowhere()
+    sys.stderr = sys.stderr or _nowhere()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _nowhere() -> TextIO:
+    return Path(os.devnull).open("w", encoding="utf-8")
+
+
+def _write_nowhere() -> None:
+    """What is left in stdout's buffer goes nowhere, so that the interpreter's last flush does not fail again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report_our_fault(words: list[str]) -> None:

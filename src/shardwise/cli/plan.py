@@ -130,6 +130,7 @@ def run(options: Options) -> int:
     """Answer, and return 0, or 3 if nothing fits."""
     from shardwise.planner.answer import make_plan
 
+    refuse_ignored(options)
     cluster = cluster_from(options)
     plan = make_plan(job_from(options, cluster), cluster, wishes_from(options, cluster))
     if options.out is not None:
@@ -156,6 +157,38 @@ def answer(plan: Plan, options: Options) -> str:
     from shardwise.report.text import plan_page
 
     return plan_page(plan, style, every_candidate=options.all)
+
+
+def refuse_ignored(options: Options) -> None:
+    """Look for flags that would have no effect beside the others.
+
+    Raises:
+        UsageError: All of them at once.
+    """
+    one_tp = options.tp in (None, 1) and None in (options.pp, options.dp_replicate, options.dp_shard)
+    one_pp = options.pp in (None, 1) and None in (options.tp, options.dp_replicate, options.dp_shard)
+    without_effect = (
+        (options.sequence_parallel is True and one_tp, "--sequence-parallel splits along --tp; give that too"),
+        (options.pipeline_schedule is not None and one_pp, "--pipeline-schedule orders stages; give --pp too"),
+        (options.virtual_stages != 1 and one_pp, "--virtual-stages divides stages; give --pp too"),
+        (
+            options.keep_unsharded and options.zero in (0, 1),
+            f"--keep-unsharded is for ZeRO 2 and 3; at --zero {options.zero} gradients are whole anyway",
+        ),
+        (
+            options.lora_r != LoraSettings().r and options.tuning == "full",
+            f"--lora-r {options.lora_r} belongs to adapters, and --tuning full has none",
+        ),
+        (
+            options.epochs != 1.0 and options.data is None,
+            f"--epochs {options.epochs:g} are passes over --data; name it, or say --max-steps",
+        ),
+        (options.explain and options.json, "--explain is a text, and --json data; leave one out"),
+        (options.explain and options.all, "--explain explains the one to take, and --all lists all; leave one out"),
+    )
+    problems = [problem for ignored, problem in without_effect if ignored]
+    if problems:
+        raise UsageError(*problems)
 
 
 def cluster_from(options: Options) -> Cluster:

@@ -293,6 +293,10 @@ def parse_gpus(
         problems.append(f"{link_name!r} is a network; the link inside a machine is NVLink, PCIe or host memory")
     if card is not None:
         count = _split_over_nodes(count, _card(card).machine, problems, said_nodes=nodes is not None)
+    if network is not None and count.num_nodes == 1:
+        problems.append(
+            f"the network {network!r} is between machines, and {text!r} is one; leave it out, or say how many"
+        )
     if problems or card is None:
         raise UsageError(*problems)
     return _cluster(card, count, inner, outer)

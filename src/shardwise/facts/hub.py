@@ -108,6 +108,8 @@ def _local(name: str, path: Path) -> FoundModel:
         base = _adapter_base(path)
         if base is not None:
             raise ConfigError(f"{name} holds a LoRA adapter, not a model; name its base model instead: {base}")
+        if not path.is_dir():
+            raise ConfigError(f"{name} is neither a folder nor a regular file; name the folder that holds config.json")
         raise ConfigError(f"{name} is a folder without a config.json; name the folder that holds the model's")
     return FoundModel(shape=_shape(file, name), origin="folder", source=str(file), weights=str(path))
 

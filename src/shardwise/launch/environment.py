@@ -80,7 +80,7 @@ def node_environment(environ: Mapping[str, str]) -> NodeEnvironment:
         UsageError: A variable is no number, or several machines have no place to meet.
     """
     problems: list[str] = []
-    num_nodes = _number(environ, "PET_NNODES", problems, default=1)
+    num_nodes = _number(environ, "PET_NNODES", problems, default=1, least=1)
     node_rank = _number(environ, "PET_NODE_RANK", problems, default=0)
     port = _number(environ, "PET_MASTER_PORT", problems, default=0)
     address = environ.get("PET_MASTER_ADDR", "127.0.0.1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError, DataError
 from shardwise.trainer.data.batches import BatchOptions, BatchPlan, plan_batches
+from shardwise.trainer.data.cache import default_cache_dir
 from shardwise.trainer.data.lengths import sequence_lengths
 from shardwise.trainer.data.options import DataOptions
 from shardwise.trainer.data.store import TokenizedSet, from_samples
@@ -33,7 +33,7 @@ class RunWishes:
     command: str = ""
     """What started the run, for measured.json."""
     cache_dir: str | None = None
-    """Where tokenized data is kept; None: `$XDG_CACHE_HOME/shardwise/tokenized`."""
+    """Where tokenized data is kept; None: see `default_cache_dir`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,7 +131,7 @@ def _load_data(
         completion_only_loss=run.completion_only_loss,
         chat_template_path=run.chat_template_path,
         skip_bad_rows=run.skip_bad_rows,
-        cache_dir=_cache_dir(wishes),
+        cache_dir=default_cache_dir() if wishes.cache_dir is None else Path(wishes.cache_dir),
     )
     tokenized = prepare(options, tokenizer)
     refuse_unknown_tokens(tokenized, name, config.vocab_size)
@@ -152,12 +152,6 @@ def refuse_unknown_tokens(tokenized: TokenizedSet, name: str, vocab_size: int) -
             f"{name}: row {int(tokenized.rows[sample])} holds the token {token:,}, and the model knows those below "
             f"{vocab_size:,} (vocab_size); tokenize with the model's own tokenizer, or resize its embeddings first."
         )
-
-
-def _cache_dir(wishes: RunWishes) -> Path:
-    if wishes.cache_dir is not None:
-        return Path(wishes.cache_dir)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise" / "tokenized"
 
 
 def data_lengths(run: RunFile, wishes: RunWishes | None = None) -> SequenceLengths | None:

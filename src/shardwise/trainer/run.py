@@ -355,6 +355,11 @@ def _resume(run: RunFile, checkpointer: Checkpointer, app: Any, position: DataPo
         for damaged in found.damaged:
             progress.say(f"Passed over: {damaged}")
         if found.path is None:
+            if run.resume_from_checkpoint and found.damaged:
+                raise CheckpointError(
+                    f"No checkpoint in {run.output_dir} is good enough to resume from. Copy one again from where it "
+                    "came from, or start a new run in another output_dir.",
+                )
             if run.resume_from_checkpoint:
                 progress.say(f"{run.output_dir} holds no checkpoint to resume from: starting at the beginning.")
             return

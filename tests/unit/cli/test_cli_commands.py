@@ -240,3 +240,30 @@ def test_wire_refuses_what_no_wire_carries(flags: list[str], words: str, capsys:
 def test_doctor_does_not_wait_for_a_device(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", flag, "/dev/zero"]) == 2
     assert "/dev/zero" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--network", "ndr"], "the network 'ndr' is between machines"),
+        (["--sequence-parallel"], "--sequence-parallel splits along --tp"),
+        (["--pipeline-schedule", "1f1b"], "--pipeline-schedule orders stages"),
+        (["--virtual-stages", "4"], "--virtual-stages divides stages"),
+        (["--keep-unsharded", "--zero", "1"], "--keep-unsharded is for ZeRO 2 and 3"),
+        (["--tuning", "full", "--lora-r", "64"], "--lora-r 64 belongs to adapters"),
+        (["--epochs", "3"], "--epochs 3 are passes over --data"),
+        (["--json", "--explain"], "leave one out"),
+        (["--all", "--explain"], "leave one out"),
+    ],
+)
+def test_plan_accepts_no_flag_that_it_would_ignore(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_plan_accepts_flags_that_belong_to_degrees_solved_from_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    degrees = ["--pp", "1", "--dp-replicate", "1", "--dp-shard", "1"]
+    assert main([*SMALL, *degrees, "--sequence-parallel"]) in (0, 3)
+    assert "TP 2" in capsys.readouterr().out

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
 import sys
 import types
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +102,38 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"shardwise {shardwise.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "words"),
+    [
+        (">&-", 0, ""),
+        (">&- 2>&-", 0, ""),
+        ("> /dev/full", 1, "shardwise: No space left on device; free some space, or write elsewhere\n"),
+    ],
+)
+def test_a_closed_or_full_stdout(redirection: str, code: int, words: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m shardwise wire --bytes 1GB --link ndr {redirection}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=_environ(), check=False)
+    assert (done.returncode, done.stderr) == (code, words)
+
+
+def test_a_full_stderr_keeps_the_exit_code() -> None:
+    command = f"{shlex.quote(sys.executable)} -m shardwise wire --bytes x --link ndr 2> /dev/full"
+    done = subprocess.run(["bash", "-c", command], env=_environ(), check=False)
+    assert done.returncode == 2
+
+
+def test_letters_that_the_terminal_has_not_are_escaped(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "caf\\u00e9"}\n', encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "data", "show", str(path)],
+        capture_output=True, text=True, env=_environ(PYTHONIOENCODING="ascii"), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "caf\\xe9" in done.stdout
+
+
+def _environ(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src"), **more}
