@@ -51,6 +51,8 @@ Tokens = Annotated[int, Within(least=0, most=2**60)]
 """Of a whole data set."""
 SomeBytes = Annotated[int, Within(least=1, most=2**60)]
 """Bytes that something divides by, or that a card must have."""
+Predicted = Annotated[int, Within(least=0, most=10**24)]
+"""Bytes or messages that a plan predicts, of a job however absurd."""
 Rate = Annotated[float, Within(least=1.0, most=1e21)]
 """Bytes or FLOP a second."""
 Seconds = Annotated[float, Within(least=1e-12, most=1e9)]

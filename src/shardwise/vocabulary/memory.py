@@ -29,6 +29,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Literal
 
+from shardwise.vocabulary.limits import Predicted
+
 
 class Category(StrEnum):
     """What memory is used for."""
@@ -88,7 +90,7 @@ class Term:
     category: Category
     name: str
     """Such as `weights`, `gathered block` or `logits`."""
-    bytes: int
+    bytes: Predicted
     alive: tuple[Instant, ...]
     formula: str = ""
     """The arithmetic in words and symbols, such as `2 B x P_block`."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.vocabulary.cluster import CollectiveOp
+from shardwise.vocabulary.limits import Degree, Predicted
 from shardwise.vocabulary.strategy import Axis
 
 Pass = Literal["forward", "backward", "optimizer"]
@@ -28,11 +29,11 @@ class Collective:
 
     op: CollectiveOp
     axis: Axis
-    ranks: int
+    ranks: Degree
     """Members of the group."""
-    bytes: int
+    bytes: Predicted
     """Of one message."""
-    count: int
+    count: Predicted
     """Messages an optimizer step."""
     site: Site
     """embedding: its own group (untied models); block: one for each block; root: what is left, mostly norm and head;
