@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from shardwise.cli.options import spelled
 from shardwise.errors import UsageError
 from shardwise.report.style import Style
+from shardwise.vocabulary.limits import Count, Degree
 from shardwise.vocabulary.strategy import ZeroStage
 from shardwise.vocabulary.units import format_seconds
 
@@ -44,13 +45,13 @@ class Options:
     """Another model: a folder, a catalogue name or a hub id."""
     data: str | None = None
     """The folder with the two data files; examples/data of the project if nothing is said."""
-    steps: int = 20
+    steps: Count = 20
     """Optimizer steps."""
-    global_batch: int = 8
+    global_batch: Count = 8
     """Packed rows of 256 tokens in one optimizer step."""
     tuning: Literal["any", "full", "lora"] = "any"
     """What may be trained; any plans both and lets the rules decide."""
-    ranks: int | None = None
+    ranks: Degree | None = None
     """Ranks; all cards, or two without a card, if nothing is said."""
     zero: ZeroStage | None = None
     """ZeRO stage to run instead of the planner's choice."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from shardwise.errors import ShardwiseError, UsageError
+from shardwise.errors import ResourceError, ShardwiseError, UsageError
 from shardwise.planner.uncertainty import usable_bytes
 from shardwise.verify.trials import Trial, write_before
 from shardwise.vocabulary import codec
@@ -65,6 +65,7 @@ def run_preflight(trial: Trial, *, cuda: bool, writes: bool = True) -> Preflight
 
     Raises:
         UsageError: The place where it would write is taken.
+        ResourceError: It cannot be written.
     """
     from shardwise.launch.local import LaunchOptions, launch
     from shardwise.trainer.rehearse import rehearse
@@ -98,8 +99,14 @@ def _make_room(folder: Path) -> None:
         if not (folder / MARK_FILE).exists():
             raise UsageError(f"{folder} exists and was not made by a preflight; move it, or give another --out")
         shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    (folder / MARK_FILE).touch()
+    try:
+        folder.mkdir(parents=True)
+        (folder / MARK_FILE).touch()
+    except OSError as error:
+        raise ResourceError(
+            f"output_dir {folder.parent} cannot be written ({error.strerror or error}); free or unlock it, or give "
+            "another"
+        ) from error
 
 
 def _free_bytes(folder: Path) -> int:

@@ -267,3 +267,10 @@ def test_plan_accepts_flags_that_belong_to_degrees_solved_from_the_others(capsys
     degrees = ["--pp", "1", "--dp-replicate", "1", "--dp-shard", "1"]
     assert main([*SMALL, *degrees, "--sequence-parallel"]) in (0, 3)
     assert "TP 2" in capsys.readouterr().out
+
+
+def test_demo_refuses_no_steps_before_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--steps", "0", "--ranks", "-1"]) == 2
+    message = capsys.readouterr().err
+    assert "--steps must be at least 1, not 0" in message
+    assert "--ranks must be at least 1, not -1" in message

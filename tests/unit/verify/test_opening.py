@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.errors import CheckpointError, ResourceError, UsageError
 from shardwise.facts.catalog import parse_gpus
-from shardwise.verify import opening, trials
+from shardwise.verify import opening, preflight, trials
 from shardwise.vocabulary import codec
 from shardwise.vocabulary.run import RunFile
 
@@ -87,3 +87,9 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         trials.write_before(trial_in(tmp_path / "file"))
     with pytest.raises(ResourceError, match=r"output_dir .*run cannot be written"):
         trials.write_before(trial_in(tmp_path / "file" / "run"))
+
+
+def test_a_preflight_that_cannot_write_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ResourceError, match=r"output_dir .*file cannot be written"):
+        preflight.run_preflight(trial_in(tmp_path / "file"), cuda=False, writes=True)
