@@ -126,13 +126,13 @@ def test_a_full_stderr_keeps_the_exit_code() -> None:
 
 def test_letters_that_the_terminal_has_not_are_escaped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "caf\\u00e9"}\n', encoding="utf-8")
+    path.write_text('{"text": "na\\u00efve"}\n', encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "shardwise", "data", "show", str(path)],
         capture_output=True, text=True, env=_environ(PYTHONIOENCODING="ascii"), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "caf\\xe9" in done.stdout
+    assert "na\\xefve" in done.stdout
 
 
 def _environ(**more: str) -> dict[str, str]:
