@@ -29,6 +29,8 @@ class RankMesh:
     """What `fully_shard` gets: (dp_shard,), or (dp_replicate, dp_shard) if there are replicas."""
     tensor: DeviceMesh | None
     """(tp,), or None if no tensor is split."""
+    pipeline: DeviceMesh | None
+    """(pp,), or None if no layers are split."""
     control: dist.ProcessGroup
     """All ranks over gloo: for words, counts and logged numbers, never for tensors of the step."""
     rank: int
@@ -36,11 +38,22 @@ class RankMesh:
     """Which data this rank sees, from 0 to dp_replicate x dp_shard - 1."""
     copies: int
     """Ranks that see the same data, because they share a model: tp x pp."""
+    tensor_rank: int
+    """Which part of every split tensor this rank holds, from 0 to tp - 1."""
+    stage: int
+    """Which stage of the pipeline this rank is, from 0 to pp - 1."""
+    num_stages: int
+    """pp."""
 
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that speaks."""
         return self.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank's stage ends with the head and the loss."""
+        return self.stage == self.num_stages - 1
 
 
 def choose_device(local_rank: int) -> torch.device:
@@ -91,15 +104,25 @@ def build_mesh(strategy: Strategy, device: torch.device) -> RankMesh:
     data_axes = tuple(str(axis) for axis in axes if axis in (Axis.DP_REPLICATE, Axis.DP_SHARD))
     data = world if len(data_axes) == len(axes) else world[data_axes]
     control: Any = dist.new_group(backend="gloo", timeout=TIMEOUT) if device.type == "cuda" else dist.group.WORLD
+    tensor, pipeline = (_slice(world, axis, strategy) for axis in (Axis.TP, Axis.PP))
     return RankMesh(
         device=device,
         data=data,
-        tensor=world[str(Axis.TP)] if strategy.tp > 1 else None,
+        tensor=tensor,
+        pipeline=pipeline,
         control=control,
         rank=dist.get_rank(),
         data_rank=_flat_coordinate(data),
         copies=strategy.num_ranks // strategy.data_parallel,
+        tensor_rank=_flat_coordinate(tensor) if tensor is not None else 0,
+        stage=_flat_coordinate(pipeline) if pipeline is not None else 0,
+        num_stages=strategy.pp,
     )
+
+
+def _slice(world: DeviceMesh, axis: Axis, strategy: Strategy) -> DeviceMesh | None:
+    """One axis of the grid; None if its degree is 1. A slice, so that `fully_shard` can lay it beside `data`."""
+    return world[str(axis)] if strategy.degree(axis) > 1 else None
 
 
 def _flat_coordinate(mesh: DeviceMesh) -> int:
