@@ -66,7 +66,7 @@ def prepare_run(run: RunFile, strategy: Strategy, wishes: RunWishes) -> Prepared
         num_ranks=strategy.data_parallel,
         seed=run.seed,
         num_train_epochs=run.num_train_epochs,
-        max_steps=run.max_steps or -1,
+        max_steps=run.max_steps,
         packing=run.packing,
         max_length=run.max_length,
         attention_crossover=12 * config.hidden_size,

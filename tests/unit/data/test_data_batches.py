@@ -167,3 +167,12 @@ def test_the_effective_batch_in_words() -> None:
     assert "the remaining sequences (4) form a smaller last step" in text
     uneven = plan([10] * 32, num_ranks=3).describe()
     assert "2 x 2 x 3 ranks = 12 sequences, of which 4 stay empty: the global batch is 8" in uneven
+
+
+def test_a_global_batch_above_the_set_is_told() -> None:
+    text = plan([10] * 5, num_ranks=2).describe()
+    assert "Warning: the set has only 5 sequences, fewer than the global batch of 8: a step is a whole epoch" in text
+    assert "Lower global_batch_size to 5 or less" in text
+    packed = plan([10] * 5, packing=True).describe()
+    assert "the set has only 1 packed rows of 64 tokens" in packed
+    assert "or turn packing off" in packed

@@ -219,7 +219,14 @@ class BatchPlan:
         if places > options.global_batch:
             text += f", of which {places - options.global_batch} stay empty: the global batch is {options.global_batch}"
         text += f" = about {tokens:,.0f} tokens a step; {self.steps_per_epoch} steps an epoch, {self.num_steps} in all"
-        rest = self.packing.num_rows % options.global_batch
+        num_rows, rest = self.packing.num_rows, self.packing.num_rows % options.global_batch
+        if num_rows < options.global_batch:
+            return (
+                f"{text}. Warning: the set has only {num_rows} {unit}, fewer than the global batch of "
+                f"{options.global_batch}: a step is a whole epoch of {num_rows}, and the learning rate was chosen for "
+                f"{options.global_batch}. Lower global_batch_size to {num_rows} or less"
+                + (", or turn packing off" if options.packing else "")
+            )
         if rest:
             fate = "are left out of each epoch" if options.dataloader_drop_last else "form a smaller last step"
             text += f"; the remaining {'packed rows' if options.packing else 'sequences'} ({rest}) {fate}"
