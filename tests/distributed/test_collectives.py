@@ -49,16 +49,28 @@ def counted(cost: StepCost) -> Counter[tuple[Any, int, int]]:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     "strategy",
-    [DDP, ZERO_1, ZERO_2, ZERO_3, HSDP, replace(HSDP, zero_stage=2), replace(ZERO_2, reduce_dtype="bf16"),
+    [DDP, ZERO_1, ZERO_2, ZERO_3, HSDP, replace(HSDP, zero_stage=2), replace(HSDP, reduce_dtype="bf16"),
+     replace(ZERO_2, reduce_dtype="bf16"),
      replace(ZERO_2, keep_unsharded=True), replace(ZERO_3, precision="fp32"), replace(DDP, tuning="lora"),
      replace(ZERO_2, tuning="lora"), replace(ZERO_3, tuning="lora")],
-    ids=["ddp", "zero1", "zero2", "zero3", "hsdp3", "hsdp2", "bf16wire", "whole", "fp32", "lora-ddp", "lora2", "lora3"],
+    ids=["ddp", "zero1", "zero2", "zero3", "hsdp3", "hsdp2", "hsdp-bf16wire", "bf16wire", "whole", "fp32", "lora-ddp",
+         "lora2", "lora3"],
 )  # fmt: skip
 def test_messages_are_those_of_sends(ranks: Pool, strategy: Strategy, *, tied: bool) -> None:
     case = Case(strategy=strategy, tied=tied, vocab_size=96)  # even, so that no shard is padded
     costs = ranks.run(strategy.num_ranks, cost_of_step, case)
     for cost in costs:
         assert counted(cost) == predicted(case)
+
+
+def test_replicas_are_summed_once_a_step() -> None:
+    """Whatever the accumulation; each micro-batch only where a sum in the wire's bf16 would be rounded again."""
+    once, always = (predicted(Case(strategy=replace(HSDP, reduce_dtype=dtype))) for dtype in ("fp32", "bf16"))
+    reduced = [
+        sum(count for (op, ranks, size), count in counts.items() if op == "all_reduce" and ranks == 2 and size > 4)
+        for counts in (once, always)
+    ]
+    assert reduced == [5, 10]  # 3 blocks, embedding and root; twice with two micro-batches
 
 
 @pytest.mark.parametrize("strategy", [DDP, ZERO_1, ZERO_2, ZERO_3], ids=["ddp", "zero1", "zero2", "zero3"])

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 
 from shardwise.vocabulary.memory import ALWAYS, Category, Instant, Term, span
 from shardwise.vocabulary.placement import FROZEN_BYTES, Group, Placement
+from shardwise.vocabulary.strategy import Strategy
 from shardwise.vocabulary.timeline import Site
 
 SOURCE = "torch.distributed.fsdp.fully_shard, [Note: what fully_shard holds]"
@@ -40,6 +41,22 @@ def whole_gradients(place: Placement) -> bool:
     """True where unsharded gradients are kept between micro-batches."""
     strategy = place.strategy
     return strategy.accumulation > 1 and (strategy.zero_stage <= 1 or strategy.keep_unsharded)
+
+
+def sums_shards_first(strategy: Strategy) -> bool:
+    """True where HSDP adds a rank's shards over the micro-batches and all-reduces the sum once a step.
+
+    `fully_shard` adds them in the reduction's dtype and on the card, so not where that is bf16 (every micro-batch would
+    be rounded) and not where gradients wait on the host.
+    """
+    return (
+        strategy.dp_replicate > 1
+        and strategy.zero_stage > 1
+        and strategy.accumulation > 1
+        and not strategy.keep_unsharded
+        and strategy.offload == "none"
+        and (strategy.reduce_dtype == "fp32" or strategy.precision == "fp32")
+    )
 
 
 def keeps_gathered(place: Placement) -> bool:
@@ -89,6 +106,8 @@ def gradients(place: Placement) -> tuple[Term, ...]:
     reduced = _shard(place, place.trainable)
     block, pending = _shard(place, _trainable(place, "block")), _shard(place, _pending(place))
     kept = place.trainable * place.reduce_bytes if whole else reduced
+    if sums_shards_first(strategy):
+        kept = -(-place.trainable * place.reduce_bytes // strategy.dp_shard)
     terms: list[Term] = []
     if strategy.accumulation > 1 and (whole or strategy.offload == "none"):
         early = span(Instant.FORWARD, Instant.BACKWARD_LAST)

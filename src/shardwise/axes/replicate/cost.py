@@ -33,11 +33,11 @@ def stores(place: Placement) -> tuple[Term, ...]:
 
 
 def sends(place: Placement) -> tuple[Collective, ...]:
-    """One all_reduce for each group with trainable parameters; of shards under HSDP."""
+    """One all_reduce for each group with trainable parameters; of shards under HSDP, summed over the micro-batches."""
     strategy = place.strategy
     if strategy.dp_replicate == 1:
         return ()
-    once = strategy.zero_stage <= 1 or strategy.keep_unsharded
+    once = strategy.zero_stage <= 1 or strategy.keep_unsharded or fully_shard.sums_shards_first(strategy)
     messages: list[Collective] = []
     for group in place.groups:
         if group.trainable:

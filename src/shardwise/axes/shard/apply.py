@@ -5,6 +5,9 @@
 | 1     | no / no                                          | stays gathered; reduced with the last one        |
 | 2     | no / no                                          | gathered again for each forward; reduced by each |
 | 3     | yes / no (torch's default)                       | gathered twice by each; reduced by each          |
+
+[Note: replicas] Under HSDP each micro-batch's gradients are reduce-scattered over dp_shard and added up there; the sum
+is all-reduced over dp_replicate, which is the slower wire, with the last micro-batch (`sums_shards_first` says where).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from shardwise.axes.fully_shard import sums_shards_first
 from shardwise.axes.fully_shard_apply import Groups, GroupSettings, apply_groups, as_fsdp
 from shardwise.vocabulary.strategy import Strategy
 
@@ -42,3 +46,5 @@ def before_micro_batch(root: nn.Module, strategy: Strategy, *, is_last: bool) ->
         module.set_is_last_backward(is_last)
     elif strategy.keep_unsharded:
         module.set_requires_gradient_sync(is_last)
+    elif sums_shards_first(strategy):
+        module.set_requires_all_reduce(is_last)
