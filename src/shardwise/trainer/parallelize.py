@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.axes import engine
 from shardwise.axes.fully_shard_apply import Groups
 from shardwise.axes.replicate import apply as replicate
 from shardwise.axes.shard import apply as shard
@@ -72,9 +73,7 @@ def refuse_unsupported(strategy: Strategy) -> None:
     Raises:
         ConfigError: All of it.
     """
-    problems: list[str] = []
-    if strategy.tp > 1 or strategy.pp > 1:
-        problems.append(f"The engine does not split tensors or layers yet (tp {strategy.tp}, pp {strategy.pp}).")
+    problems = list(engine.not_run(strategy))
     problems += offload.problems(strategy)
     if strategy.zero_stage > 0 and strategy.dp_shard == 1:
         problems.append(f"ZeRO stage {strategy.zero_stage} over one shard splits nothing; use stage 0.")
