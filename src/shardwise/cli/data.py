@@ -33,8 +33,8 @@ class Options:
     """A file (JSONL, JSON, CSV, Parquet, Arrow), a folder saved by `datasets`, or a hub id; #500 takes 500 rows."""
     model: str | None = None
     """Whose tokenizer and chat template: a folder or a hub id."""
-    split: str = "train"
-    """Split of a hub id."""
+    split: str | None = None
+    """Split of a hub id, or of a folder with several; train if nothing is said."""
     max_length: Tokens = 1024
     """Tokens; longer sequences would be cut."""
     column_map: dict[str, str] = field(default_factory=dict[str, str])
@@ -59,17 +59,21 @@ def run(options: Options) -> int:
     require_training()
     from shardwise.trainer.data.options import DataOptions
     from shardwise.trainer.data.preview import preview, render_preview
+    from shardwise.trainer.data.sources import refuse_split
 
+    if options.split is not None:
+        refuse_split(options.source, options.split)
     source = DataOptions(
         source=options.source,
-        split=options.split,
+        split=options.split or "train",
         column_map=options.column_map,
         max_length=options.max_length,
         chat_template_path=options.chat_template_path,
         assistant_only_loss=options.assistant_only_loss,
         completion_only_loss=options.completion_only_loss,
     )
-    found = preview(source, None if options.model is None else _tokenizer(options.model), options.samples)
+    tokenizer, vocab_size = (None, None) if options.model is None else _tokenizer(options.model)
+    found = preview(source, tokenizer, options.samples, vocab_size=vocab_size)
     if options.json:
         sys.stdout.write(json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False) + "\n")
     else:
@@ -77,13 +81,15 @@ def run(options: Options) -> int:
     return 0
 
 
-def _tokenizer(model: str) -> Any:
+def _tokenizer(model: str) -> tuple[Any, int]:
+    """The tokenizer, and how many tokens the model knows."""
     from transformers import AutoTokenizer
 
     from shardwise.facts.hub import find_model
 
-    weights = find_model(model).weights or model
+    found = find_model(model)
+    weights = found.weights or model
     try:
-        return AutoTokenizer.from_pretrained(weights)
+        return AutoTokenizer.from_pretrained(weights), found.shape.vocab_size
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer can be read from {weights!r}: {error}") from error

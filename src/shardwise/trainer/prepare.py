@@ -13,7 +13,8 @@ from shardwise.trainer.data.batches import BatchOptions, BatchPlan, plan_batches
 from shardwise.trainer.data.cache import default_cache_dir
 from shardwise.trainer.data.lengths import sequence_lengths
 from shardwise.trainer.data.options import DataOptions
-from shardwise.trainer.data.store import TokenizedSet, from_samples
+from shardwise.trainer.data.sources import refuse_split
+from shardwise.trainer.data.store import TokenizedSet, from_samples, unknown_token
 from shardwise.trainer.data.tokenize import prepare
 from shardwise.trainer.model import load_config
 from shardwise.vocabulary.job import SequenceLengths
@@ -56,6 +57,7 @@ def prepare_run(run: RunFile, strategy: Strategy, wishes: RunWishes) -> Prepared
     """
     config = load_config(run)
     tokenizer = _load_tokenizer(run)
+    _refuse_splits(run)
     train = _load_data(run, run.dataset_name, run.dataset_split, config, tokenizer, wishes)
     if train is None:
         raise ConfigError("dataset_name is not set: nothing to train on. Give a file, a hub id, or random:N.")
@@ -74,6 +76,19 @@ def prepare_run(run: RunFile, strategy: Strategy, wishes: RunWishes) -> Prepared
     return Prepared(
         config=config, tokenizer=tokenizer, train=train, plan=plan_batches(train, options), held_out=held_out
     )  # fmt: skip
+
+
+def _refuse_splits(run: RunFile) -> None:
+    """A split that was set must have an effect; the usual ones are not asked for, since files have none.
+
+    Raises:
+        DataError: It has none.
+    """
+    usual = RunFile(model_name_or_path="")
+    if run.dataset_name is not None and run.dataset_split != usual.dataset_split:
+        refuse_split(run.dataset_name, run.dataset_split)
+    if run.eval_dataset_name is not None and run.eval_dataset_split != usual.eval_dataset_split:
+        refuse_split(run.eval_dataset_name, run.eval_dataset_split)
 
 
 def _load_tokenizer(run: RunFile) -> Any:
@@ -139,19 +154,14 @@ def _load_data(
 
 
 def refuse_unknown_tokens(tokenized: TokenizedSet, name: str, vocab_size: int) -> None:
-    """Look at every token; on a card, one too large would only say `device-side assert`.
+    """Look at every token.
 
     Raises:
         DataError: A token that the model has no row for.
     """
-    place = int(tokenized.input_ids.argmax())
-    token = int(tokenized.input_ids[place])
-    if token >= vocab_size:
-        sample = int(tokenized.offsets.searchsorted(place, side="right")) - 1
-        raise DataError(
-            f"{name}: row {int(tokenized.rows[sample])} holds the token {token:,}, and the model knows those below "
-            f"{vocab_size:,} (vocab_size); tokenize with the model's own tokenizer, or resize its embeddings first."
-        )
+    problem = unknown_token(tokenized, name, vocab_size)
+    if problem is not None:
+        raise DataError(problem)
 
 
 def data_lengths(run: RunFile, wishes: RunWishes | None = None) -> SequenceLengths | None:

@@ -221,6 +221,8 @@ def test_data_show_marks_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "line 2" in out
     assert main(["data", "show", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_bad_rows"] == 1
+    assert main(["data", "show", str(file), "--split", "test"]) == 2
+    assert "is a file and has no split 'test'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from data_helpers import MakeTokenizer, Write, chat
 
 from shardwise.errors import DataError
+from shardwise.trainer.data.encode import EncodedChunk, Encoder
+from shardwise.trainer.data.formats import NumberedExample
 from shardwise.trainer.data.options import DataOptions
 from shardwise.trainer.data.preview import distribution, preview, render_preview, visible
 
@@ -55,6 +58,36 @@ def test_a_set_that_cannot_be_trained_on_is_shown_all_the_same(write: Write, mak
     assert "raise max_length" in found.refusal
     assert [piece.text for piece in found.samples[0].pieces if piece.supervised] == ["the answer<|im_end|>"]
     assert "cannot be trained on as it is" in render_preview(found)
+
+
+def test_a_token_beyond_the_vocabulary_is_marked(write: Write, make_tokenizer: MakeTokenizer) -> None:
+    path = write([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 99_999, 9]}])
+    found = preview(DataOptions(source=path), make_tokenizer(), vocab_size=420)
+    assert found.refusal is not None
+    assert "row 2 holds the token 99,999, and the model knows those below 420" in found.refusal
+    assert "<token 99999 is beyond the vocabulary>" in render_preview(found)
+    assert preview(DataOptions(source=path + "#1"), make_tokenizer(), vocab_size=420).refusal is None
+
+
+def test_long_rows_are_tokenized_once(
+    write: Write, make_tokenizer: MakeTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    encode = Encoder.encode
+
+    def counted(self: Encoder, examples: Sequence[NumberedExample]) -> EncodedChunk:
+        calls.append(len(examples))
+        return encode(self, examples)
+
+    monkeypatch.setattr(Encoder, "encode", counted)
+    path = write([chat("q", "hello " * 500), chat("q " * 60, "a"), chat("q", "a")])
+    found = preview(DataOptions(source=path, max_length=32), make_tokenizer())
+    assert calls == [3]
+    assert found.lengths.percentiles["100"] > 500  # as it is in the file
+    assert sum(count for _, count in found.lengths.buckets) == 3  # the row that is dropped is looked at too
+    text = render_preview(found)
+    assert "2 rows are longer than max_length 32 (the longest has" in text
+    assert "raise max_length, or split long rows beforehand" in text
 
 
 def test_control_characters_cannot_steer_the_terminal(write: Write) -> None:

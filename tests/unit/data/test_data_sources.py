@@ -11,7 +11,7 @@ from data_helpers import Write
 from shardwise.errors import DataError
 from shardwise.trainer.data import sources
 from shardwise.trainer.data.options import DataOptions
-from shardwise.trainer.data.sources import Problems, open_source
+from shardwise.trainer.data.sources import Problems, open_source, refuse_split
 
 ROWS = [{"text": "one", "n": 1}, {"text": "two", "n": 2}, {"text": "three", "n": 3}]
 
@@ -184,3 +184,15 @@ def test_problems_are_capped_and_counted() -> None:
     )
     assert text.count("is wrong") == 10
     assert "skip_bad_rows: true" in text
+
+
+def test_a_split_without_effect_is_refused(write: Write, tmp_path: Path) -> None:
+    path = write([{"text": "a"}])
+    with pytest.raises(DataError, match="is a file and has no split 'test': all of it would be read"):
+        refuse_split(path, "test")
+    with pytest.raises(DataError, match="is a file"):
+        refuse_split(f"{path}#3", "test")
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(DataError, match="is a folder with one set and has no split"):
+        refuse_split(str(tmp_path), "test")
+    refuse_split("somebody/some-set", "test")

@@ -39,6 +39,8 @@ class EncodedChunk:
     """Tokens of each kept row. [kept rows]"""
     rows: NDArray[np.int64]
     """Row numbers. [kept rows]"""
+    whole_lengths: NDArray[np.int64]
+    """Tokens of every row before truncation, rows that were dropped included. [rows]"""
     counts: Counter[str]
     """Names of TokenizeReport's counts, and `path:<name>`."""
     lost_rows: tuple[int, ...] = ()
@@ -56,6 +58,7 @@ class _Chunk:
     ids: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
     marks: list[NDArray[np.uint8]] = field(default_factory=list[NDArray[np.uint8]])
     rows: list[int] = field(default_factory=list[int])
+    whole_lengths: list[int] = field(default_factory=list[int])
     counts: Counter[str] = field(default_factory=Counter[str])
     lost: list[int] = field(default_factory=list[int])
     unsupervised: list[int] = field(default_factory=list[int])
@@ -67,6 +70,7 @@ class _Chunk:
             supervised=np.concatenate(self.marks) if self.marks else np.empty(0, np.uint8),
             lengths=np.array([len(ids) for ids in self.ids], dtype=np.int64),
             rows=np.array(self.rows, dtype=np.int64),
+            whole_lengths=np.array(self.whole_lengths, dtype=np.int64),
             counts=self.counts,
             lost_rows=tuple(self.lost[:NUM_SHOWN_ROWS]),
             unsupervised_rows=tuple(self.unsupervised[:NUM_SHOWN_ROWS]),
@@ -206,6 +210,7 @@ class Encoder:
         ids, marks = tokens.ids[: self.max_length], tokens.marks[: self.max_length].copy()
         marks[:1] = 0  # nothing predicts the first token
         cut = len(tokens.ids) - len(ids)
+        chunk.whole_lengths.append(len(tokens.ids))
         chunk.counts[f"path:{tokens.path}"] += 1
         chunk.counts["num_merged_boundaries"] += tokens.num_merged
         if cut:

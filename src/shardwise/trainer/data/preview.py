@@ -20,15 +20,14 @@ from shardwise.trainer.data.formats import ExampleReader, NumberedExample, RowPr
 from shardwise.trainer.data.options import DataOptions
 from shardwise.trainer.data.packing import pack
 from shardwise.trainer.data.sources import open_source
-from shardwise.trainer.data.store import TokenizedSet, TokenizeReport
+from shardwise.trainer.data.store import TokenizedSet, TokenizeReport, unknown_token
 from shardwise.trainer.data.template import Renderer
-from shardwise.trainer.data.tokenize import prepare
+from shardwise.trainer.data.tokenize import WholeLengths, prepare_with_lengths
 from shardwise.vocabulary.units import format_percent
 
 PERCENTILES = (0, 25, 50, 75, 90, 95, 99, 100)
 _NUM_BUCKETS = 10
 _BAR_WIDTH = 40
-_NO_LIMIT = 2**31 - 1
 _NUM_SHOWN_DUPLICATES = 5
 _MARK_COLOR, _PLAIN_COLOR = "\x1b[32m", "\x1b[0m"
 _OPEN, _CLOSE = "⟦", "⟧"
@@ -108,13 +107,16 @@ class DataPreview:
     """The same share if every sample were padded to the longest one."""
 
 
-def preview(options: DataOptions, tokenizer: Any | None = None, num_samples: int = 2) -> DataPreview:
+def preview(
+    options: DataOptions, tokenizer: Any | None = None, num_samples: int = 2, *, vocab_size: int | None = None
+) -> DataPreview:
     """Looks at a data set.
 
     Args:
         options: What to read and how; `skip_bad_rows` does not matter.
         tokenizer: A Hugging Face tokenizer; without one only the text is looked at.
         num_samples: Samples to show.
+        vocab_size: Rows of the model's embedding; a token beyond them is marked, and refused.
 
     Raises:
         DataError: No usable row at all.
@@ -152,11 +154,8 @@ def preview(options: DataOptions, tokenizer: Any | None = None, num_samples: int
         return result
     options = dataclasses.replace(options, skip_bad_rows=True)
     try:
-        tokenized = prepare(options, tokenizer)
-        whole = tokenized
-        if tokenized.report.num_truncated_rows:  # once more without a limit, to show how long the rows really are
-            whole = prepare(dataclasses.replace(options, max_length=_NO_LIMIT), tokenizer)
-        return _with_tokens(result, tokenized, whole.lengths, tokenizer)
+        whole = prepare_with_lengths(options, tokenizer)
+        return _with_tokens(result, whole, tokenizer, vocab_size)
     except DataError as error:  # nothing, or everything, is learned: the rendered text shows why
         renderer = Renderer(tokenizer, options)
         return dataclasses.replace(
@@ -164,18 +163,17 @@ def preview(options: DataOptions, tokenizer: Any | None = None, num_samples: int
         )
 
 
-def _with_tokens(
-    result: DataPreview, tokenized: TokenizedSet, whole_lengths: NDArray[np.int64], tokenizer: Any
-) -> DataPreview:
+def _with_tokens(result: DataPreview, whole: WholeLengths, tokenizer: Any, vocab_size: int | None) -> DataPreview:
+    tokenized = whole.tokenized
     report, lengths = tokenized.report, tokenized.lengths
     packing = pack(lengths, report.max_length)
+    shown = range(min(len(result.samples), len(tokenized)))
     return dataclasses.replace(
         result,
         num_bad_rows=report.num_skipped_rows,
-        lengths=distribution(whole_lengths, "tokens"),
-        samples=tuple(
-            sample_preview(tokenized, index, tokenizer) for index in range(min(len(result.samples), len(tokenized)))
-        ),
+        lengths=distribution(whole.lengths, "tokens"),
+        samples=tuple(sample_preview(tokenized, index, tokenizer, vocab_size) for index in shown),
+        refusal=None if vocab_size is None else unknown_token(tokenized, result.source, vocab_size),
         tokenized=report,
         packing_efficiency=packing.efficiency,
         num_packed_rows=packing.num_rows,
@@ -183,22 +181,24 @@ def _with_tokens(
     )
 
 
-def sample_preview(tokenized: TokenizedSet, index: int, tokenizer: Any) -> SamplePreview:
-    """One sample of a set, decoded in runs of learned and not learned tokens."""
+def sample_preview(tokenized: TokenizedSet, index: int, tokenizer: Any, vocab_size: int | None = None) -> SamplePreview:
+    """One sample of a set, decoded in runs of learned and not learned tokens; tokens beyond the vocabulary as such."""
     ids, marks = tokenized.sample(index)
-    borders = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(ids)]
-    pieces = tuple(
-        Piece(
-            text=tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False),
-            supervised=bool(marks[start]),
-        )
-        for start, end in itertools.pairwise(borders)
-    )
+    beyond = np.zeros(len(ids), bool) if vocab_size is None else ids >= vocab_size
+    borders = [0, *(np.flatnonzero(np.diff(marks) | np.diff(beyond)) + 1).tolist(), len(ids)]
+    pieces: list[Piece] = []
+    for start, end in itertools.pairwise(borders):
+        run: list[int] = ids[start:end].tolist()
+        if beyond[start]:
+            text = "".join(f"<token {token} is beyond the vocabulary>" for token in run)
+        else:
+            text = tokenizer.decode(run, skip_special_tokens=False)
+        pieces.append(Piece(text=text, supervised=bool(marks[start])))
     return SamplePreview(
         row=int(tokenized.rows[index]),
         num_tokens=len(ids),
         num_supervised_tokens=int(marks.sum()),
-        pieces=pieces,
+        pieces=tuple(pieces),
     )
 
 

@@ -118,6 +118,20 @@ def open_source(options: DataOptions) -> Source:
     raise DataError(_no_such_file(path))
 
 
+def refuse_split(source: str, split: str) -> None:
+    """A split that was asked for must be one that the source can have.
+
+    Raises:
+        DataError: The source is a file, or a folder with one set: it has no splits, and all of it would be read.
+    """
+    path = Path(_split_limit(source)[0]).expanduser()
+    if path.is_file() or (path / "state.json").is_file():
+        raise DataError(
+            f"{source} is {'a file' if path.is_file() else 'a folder with one set'} and has no split {split!r}: all of "
+            "it would be read. Leave the split away, or name the file of that split."
+        )
+
+
 def _split_limit(source: str) -> tuple[str, int | None]:
     if Path(source).exists():
         return source, None

@@ -158,3 +158,19 @@ def subset(tokenized: TokenizedSet, indices: Sequence[int]) -> TokenizedSet:
         [ids.tolist() for ids, _ in samples], [marks.tolist() for _, marks in samples], source=tokenized.report.source
     )
     return dataclasses.replace(made, rows=tokenized.rows[np.asarray(indices, dtype=np.int64)])
+
+
+def unknown_token(tokenized: TokenizedSet, name: str, vocab_size: int) -> str | None:
+    """What is wrong if a set holds a token that the model has no row for; None if every token is known.
+
+    Every token is looked at; on a card, one too large would only say `device-side assert`.
+    """
+    place = int(tokenized.input_ids.argmax())
+    token = int(tokenized.input_ids[place])
+    if token < vocab_size:
+        return None
+    sample = int(tokenized.offsets.searchsorted(place, side="right")) - 1
+    return (
+        f"{name}: row {int(tokenized.rows[sample])} holds the token {token:,}, and the model knows those below "
+        f"{vocab_size:,} (vocab_size); tokenize with the model's own tokenizer, or resize its embeddings first."
+    )

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.errors import DataError, ResourceError
 from shardwise.trainer.data import cache
@@ -34,6 +35,8 @@ CHUNK_ROWS = 512
 """Rows that are tokenized together."""
 ROWS_IN_PROCESS = 4096
 """A set with fewer rows is not worth starting processes for."""
+NOTED_LOSS = 0.02
+"""Share of all tokens that truncation may take without a sentence of its own."""
 _CHAT_FORMS = ("messages", "conversations", "instruction+output")
 
 Progress = Callable[[int], None]
@@ -57,7 +60,7 @@ def prepare(options: DataOptions, tokenizer: Any, progress: Progress | None = No
         raise DataError(f"max_length is {options.max_length}; a sample needs at least 2 tokens to predict one.")
     encoder = Encoder(tokenizer, options)
     if options.cache_dir is None:
-        return _tokenize(options, encoder, progress)
+        return _tokenize(options, encoder, progress).tokenized
     template = encoder.renderer.template_override
     content_hash = open_source(options).content_hash()
     folder = options.cache_dir.expanduser() / cache.cache_key(content_hash, tokenizer, options, template)
@@ -66,14 +69,28 @@ def prepare(options: DataOptions, tokenizer: Any, progress: Progress | None = No
         with cache.lock(folder):
             found = cache.load(folder)  # somebody else may have made it while we waited
             if found is None:
-                cache.save(_tokenize(options, encoder, progress), folder)
+                cache.save(_tokenize(options, encoder, progress).tokenized, folder)
                 found = cache.load(folder)
     if found is None:
         raise ResourceError(f"The tokenized set in {folder} cannot be read back right after it was written.")
     return dataclasses.replace(found, report=dataclasses.replace(found.report, source=options.source))
 
 
-def _tokenize(options: DataOptions, encoder: Encoder, progress: Progress | None) -> TokenizedSet:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WholeLengths:
+    """A tokenized set, and how long its rows were before truncation."""
+
+    tokenized: TokenizedSet
+    lengths: NDArray[np.int64]
+    """Tokens of every row, rows that were dropped included. [rows]"""
+
+
+def prepare_with_lengths(options: DataOptions, tokenizer: Any) -> WholeLengths:
+    """As `prepare`, in memory, with the lengths that truncation hides: for a person to look at."""
+    return _tokenize(options, Encoder(tokenizer, options), None)
+
+
+def _tokenize(options: DataOptions, encoder: Encoder, progress: Progress | None) -> WholeLengths:
     reader = ExampleReader(open_source(options), options)
     parts = _Parts()
     for chunk in _encode_all(reader, encoder, options.num_workers):
@@ -87,7 +104,8 @@ def _tokenize(options: DataOptions, encoder: Encoder, progress: Progress | None)
         raise DataError(f"{options.source} has no row to train on{why}.")
     tokenized = parts.finished(options, reader, reader.form)
     _check_supervised(tokenized, parts, options, reader)
-    return tokenized
+    whole = np.concatenate([chunk.whole_lengths for chunk in parts.chunks])
+    return WholeLengths(tokenized=tokenized, lengths=whole)
 
 
 # ------------------------------------------------------------------------------------------- gathering the chunks
@@ -150,6 +168,14 @@ class _Parts:
     def _notes(self, reader: ExampleReader, form: Form, options: DataOptions) -> tuple[str, ...]:
         unit = reader.source.unit
         notes = [f"{options.source}: {form.describe()}."]
+        lost = self.counts["num_truncated_tokens"]
+        if lost > NOTED_LOSS * (lost + sum(int(chunk.lengths.sum()) for chunk in self.chunks)):
+            longest = max(int(chunk.whole_lengths.max(initial=0)) for chunk in self.chunks)
+            notes.append(
+                f"{self.counts['num_truncated_rows']:,} rows are longer than max_length {options.max_length:,} (the "
+                f"longest has {longest:,} tokens), and {lost:,} tokens of them are lost: raise max_length, or split "
+                "long rows beforehand."
+            )
         if self.counts["num_lost_rows"]:
             notes.append(
                 f"{self.counts['num_lost_rows']:,} rows lost all their supervised tokens to max_length "
