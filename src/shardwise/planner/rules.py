@@ -13,27 +13,27 @@ answer says which rule it overrules.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shardwise.axes import engine
+from shardwise.planner import reasons
 from shardwise.planner.memory import memory
-from shardwise.planner.uncertainty import fits, usable_bytes
+from shardwise.planner.uncertainty import fits
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job, Tuning
 from shardwise.vocabulary.plan import Candidate, Refusal
 from shardwise.vocabulary.strategy import Checkpointing, LossKind, Strategy
-from shardwise.vocabulary.units import format_gb, format_percent, format_seconds
+from shardwise.vocabulary.units import format_percent
 
 WITHIN = 0.03
 """A simpler strategy is taken if it is slower by no more than this."""
 ONE_CARD = "fits on one card: one job on each card, or DDP when one run must finish sooner"
 ADAPTERS_FIRST = "a full fine-tune does not fit on one card and adapters were not excluded: LoRA or QLoRA first"
 LOWEST_STAGE = "must be a full fine-tune and does not fit on one card: the lowest sharding stage that fits"
-OTHER_AXES = (
-    "no data-parallel strategy fits: tensor or pipeline parallel does, which is planned here but not run by this "
-    "version's engine"
-)
-WORDS = {"full": "full fine-tune", "lora": "LoRA", "qlora": "QLoRA"}
+OTHER_AXES = "no data-parallel strategy fits"
+FULL_FITS = "a full fine-tune, which trains every weight, fits on one card; say --tuning lora to have adapters"
+ADAPTERS_FIT = "adapters are tried before a full fine-tune is sharded; say --tuning full to have it"
 TIME_WINS = "time wins over the rule of thumb"
 
 
@@ -71,20 +71,42 @@ def choose(job: Job, cluster: Cluster, candidates: Sequence[Candidate]) -> Choic
     """Apply the rules to all candidates."""
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
-        return Choice(candidate=None, reason=_nothing_fits(cluster, candidates))
-    runs_here = [each for each in fitting if each.strategy.tp == 1 and each.strategy.pp == 1]
-    fitting = runs_here or fitting
-    tunings, spoken = _tunings(job, cluster, fitting)
-    allowed = [candidate for candidate in fitting if candidate.strategy.tuning in tunings]
+        return Choice(candidate=None, reason=reasons.nothing_fits(cluster, candidates))
+    running = [each for each in fitting if engine.runs(each.strategy)]
+    idle = [each for each in fitting if not engine.runs(each.strategy)] if running else []
+    running = running or fitting
+    tunings, spoken = _tunings(job, cluster, running)
+    allowed = [candidate for candidate in running if candidate.strategy.tuning in tunings]
     best = fastest_or_simpler(allowed)
-    rules, reason = [spoken] if spoken else [], _why(best, allowed)
-    if not runs_here:
-        rules.append(OTHER_AXES)
+    reason = reasons.why(best, allowed, [simplicity(each.strategy) for each in allowed])
+    kept_out = [each for each in running if each.strategy.tuning not in tunings]
+    said = (
+        reason,
+        reasons.passed_over(best, kept_out, ADAPTERS_FIT if best.strategy.tuning != "full" else FULL_FITS),
+        reasons.passed_over(best, idle, "this version's engine does not run what is split like that"),
+    )
+    return Choice(
+        candidate=best,
+        reason=" ".join(filter(None, said)),
+        rules=tuple(_spoken(cluster, spoken, best, allowed, candidates)),
+    )
+
+
+def _spoken(
+    cluster: Cluster, tuning_rule: str, best: Candidate, allowed: Sequence[Candidate], candidates: Sequence[Candidate]
+) -> Iterator[str]:
+    """The rules that spoke, in their order."""
+    data_parallel = [each for each in candidates if each.strategy.tp == 1 and each.strategy.pp == 1]
+    other_axes = best.strategy.tp > 1 or best.strategy.pp > 1
+    if tuning_rule and not (other_axes and tuning_rule == LOWEST_STAGE):
+        yield tuning_rule
+    if other_axes and data_parallel:
+        yield f"{OTHER_AXES}; {best.strategy.name} does"
+    yield from engine.not_run(best.strategy)
     if cluster.num_gpus > 1:
         overruled = _overruled(best, allowed)
         if overruled:
-            rules.append(f"{TIME_WINS}: {overruled}")
-    return Choice(candidate=best, reason=reason, rules=tuple(rules))
+            yield f"{TIME_WINS}: {overruled}"
 
 
 def fits_one_card(job: Job, cluster: Cluster, tuning: Tuning) -> Strategy | None:
@@ -106,38 +128,13 @@ def _tunings(job: Job, cluster: Cluster, fitting: Sequence[Candidate]) -> tuple[
     available = {candidate.strategy.tuning for candidate in fitting}
     if job.tuning != "any":
         alone = cluster.num_gpus > 1 and fits_one_card(job, cluster, job.tuning)
-        return (job.tuning,), ONE_CARD if alone else (LOWEST_STAGE if job.tuning == "full" else "")
+        sharded = job.tuning == "full" and cluster.num_gpus > 1
+        return (job.tuning,), ONE_CARD if alone else (LOWEST_STAGE if sharded else "")
     if "full" in available and (cluster.num_gpus == 1 or fits_one_card(job, cluster, "full")):
         return ("full",), ONE_CARD if cluster.num_gpus > 1 else ""
     if available & {"lora", "qlora"}:
         return ("lora", "qlora"), ADAPTERS_FIRST
     return ("full",), LOWEST_STAGE
-
-
-def _why(best: Candidate, allowed: Sequence[Candidate]) -> str:
-    """The reason in plain words, with the numbers of the alternatives."""
-    strategy, step = best.strategy, best.step
-    reason = (
-        f"{_called(strategy)} with micro-batch {strategy.micro_batch_size}, accumulation {strategy.accumulation} and "
-        f"checkpointing {strategy.checkpointing} fits with {format_gb(best.memory.device_bytes)} a card and takes "
-        f"{format_seconds(step.seconds)} a step"
-    )
-    others = sorted((each for each in allowed if each is not best), key=lambda each: each.step.seconds)
-    if not others:
-        return reason + "."
-    next_best = others[0]
-    ratio = next_best.step.seconds / step.seconds - 1
-    if ratio >= 0:
-        reason += f"; the next, {_called(next_best.strategy)}, takes {format_percent(ratio, 1)} longer"
-    else:
-        reason += f"; {_called(next_best.strategy)} is {format_percent(-ratio, 1)} faster but less simple"
-    if step.exposed_wire_seconds > 0.01 * step.seconds:
-        reason += f"; the wire is exposed for {format_percent(step.exposed_wire_seconds / step.seconds)} of the step"
-    return reason + "."
-
-
-def _called(strategy: Strategy) -> str:
-    return strategy.name if strategy.tuning == "full" else f"{strategy.name} with {WORDS[strategy.tuning]}"
 
 
 def _overruled(best: Candidate, allowed: Sequence[Candidate]) -> str:
@@ -146,38 +143,9 @@ def _overruled(best: Candidate, allowed: Sequence[Candidate]) -> str:
     if simplicity(lowest.strategy)[:4] >= simplicity(best.strategy)[:4]:
         return ""
     slower = lowest.step.seconds / best.step.seconds - 1
-    return f"{lowest.strategy.name} fits and is simpler, but takes {format_percent(slower, 1)} longer"
-
-
-def _nothing_fits(cluster: Cluster, candidates: Sequence[Candidate]) -> str:
-    if not candidates:
-        return "No strategy is legal here; the refusals say why."
-    smallest = min(candidates, key=lambda candidate: candidate.memory.device_bytes)
-    return (
-        f"No strategy fits: the smallest, {smallest.strategy.name} ({smallest.strategy.tuning}), needs "
-        f"{format_gb(smallest.memory.device_bytes)} a card, and {format_gb(usable_bytes(cluster))} are usable."
-    )
+    return f"{reasons.called(lowest.strategy)} fits and is simpler, but takes {format_percent(slower, 1)} longer"
 
 
 def refusals_of(candidates: Sequence[Candidate], cluster: Cluster) -> tuple[Refusal, ...]:
     """One refusal for each strategy that does not fit."""
-    limit = usable_bytes(cluster)
-    return tuple(
-        Refusal(
-            strategy=candidate.strategy,
-            rule="does_not_fit",
-            message=(
-                f"{candidate.strategy.name} ({candidate.strategy.tuning}) needs "
-                f"{format_gb(candidate.memory.device_bytes)} a card at best "
-                f"({_largest(candidate)}); {format_gb(limit)} of {cluster.gpu.name} are usable"
-            ),
-        )
-        for candidate in candidates
-        if not candidate.fits
-    )
-
-
-def _largest(candidate: Candidate) -> str:
-    categories = candidate.memory.by_category()
-    name, size = max(categories.items(), key=lambda item: item[1])
-    return f"largest: {name.value} {format_gb(size)}"
+    return tuple(reasons.does_not_fit(candidate, cluster) for candidate in candidates if not candidate.fits)

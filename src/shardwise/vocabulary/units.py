@@ -51,17 +51,19 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time in the unit that suits it, such as `3.42 ms`, `1.25 s` or `2 h 05 min`."""
+    """A time in the unit that suits it, such as `3.42 ms`, `1.25 s`, `4 min 03 s` or `2 h 05 min`."""
     if seconds < 0:
         return "-" + format_seconds(-seconds)
-    if seconds < 1e-3:
-        return f"{seconds / MICROSECOND:.3g} us"
-    if seconds < 1:
-        return f"{seconds / MILLISECOND:.3g} ms"
-    if seconds < 120:
+    for unit, name in ((MICROSECOND, "us"), (MILLISECOND, "ms")):
+        if seconds < 999.5 * unit:
+            return f"{seconds / unit:.3g} {name}"
+    if seconds < 119.5:
         return f"{seconds:.3g} s"
+    if round(seconds) < 2 * HOUR:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02d} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
 def format_count(count: float) -> str:
@@ -80,3 +82,8 @@ def format_bandwidth(bytes_per_second: float) -> str:
 def format_percent(fraction: float, places: int = 0) -> str:
     """A share, such as `12 %`."""
     return f"{100 * fraction:.{places}f} %"
+
+
+def some(count: int, noun: str, nouns: str = "") -> str:
+    """A count with its noun, such as `1 group` or `3 groups`; `nouns` where an s does not do."""
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
