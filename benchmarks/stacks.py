@@ -21,6 +21,7 @@ from shardwise.levers.checkpointing import cost as checkpointing
 from shardwise.levers.loss import cost as loss
 from shardwise.levers.offload import cost as offload
 from shardwise.levers.optimizer import cost as optimizer
+from shardwise.planner.compute import head_gradient_bytes
 from shardwise.planner.memory import runtime
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.memory import ALWAYS, STEP, Category, Instant, MemoryBreakdown, Term, span
@@ -46,6 +47,8 @@ class Stack:
     nf4: Literal["double", "single"] = "double"
     own_embedding: bool = False
     """The embedding is a group of its own, as in our engine (torchtune's recipes: custom_sharded_layers)."""
+    waits_each_step: bool = False
+    """The host waits for the card after each step (transformers' Trainer)."""
     clips_with_copy: bool = False
     """accelerate clips DTensors through a second copy of the local gradients (huggingface/transformers#46113)."""
 
@@ -158,17 +161,50 @@ def _own_copies(place: PeerPlacement) -> list[Term]:
 
 
 def extra_traffic_bytes(place: Placement, stack: Stack) -> float:
-    """Memory traffic of one block, forward and backward, that our engine does not have.
+    """Memory traffic of one micro-batch that our engine does not have (negative: that only our engine has).
 
-    own_copies: each adapter's input is cast to fp32 and, by autocast, back (2 + 4 + 4 + 2 bytes); its gradient alike.
+    own_copies: each adapter's input is cast to fp32 and, by autocast, back (2 + 4 + 4 + 2 bytes), again where it is
+    recomputed; its gradient alike.
+    plain, ddp: no copies of gradients into a reduction and out of it; ddp has its buckets, filled and read.
+    liger: the head's gradient is a running sum over chunks, read and written by the product of each.
     """
-    if stack.adapters != "own_copies":
-        return 0.0
-    return 24.0 * place.tokens * sum(linear.in_features for linear in adapted(place.model, place.job.lora))
+    moved = 0.0
+    if stack.adapters == "own_copies":
+        each = 12.0 * place.tokens * sum(linear.in_features for linear in adapted(place.model, place.job.lora))
+        moved += each * place.num_blocks * (3 if place.strategy.checkpointing == "full" else 2)
+    if stack.modules in ("plain", "ddp"):
+        last = 1 / place.strategy.accumulation
+        moved -= last * sum(
+            group.count * fully_shard.gradient_traffic_bytes(place, group, first=True, last=True)
+            for group in place.groups
+        )
+        moved += last * 4 * place.master_bytes * place.trainable * (stack.modules == "ddp")
+    if stack.kernels == "liger" and place.trains_all:
+        chunks = -(-place.tokens // _liger_chunk(place))
+        moved += 2.0 * place.element_bytes * place.model.embedding_parameters * chunks - head_gradient_bytes(place)
+    return moved
+
+
+def _liger_chunk(place: Placement) -> int:
+    """Tokens of a chunk of Liger's fused loss: logits about as large as the hidden states, a power of two."""
+    pieces = -(-place.model.vocab_size // place.model.hidden_size)
+    return 1 << max(0, -(-place.tokens // pieces) - 1).bit_length()
+
+
+LIGER_LOGIT_BYTES = 12
+"""Of a logit of one chunk: bf16, its gradient, and fp32 copies inside the loop."""
+
+
+HOST_WAIT_SECONDS = 0.025
+"""A step of a stack whose host reads the loss, counts tokens and logs before it prepares the next step, while the card
+waits: the median difference of five pairs of rows with and without transformers' Trainer on one machine, equal
+kernels (10 to 50 ms)."""
 
 
 def _loss(place: PeerPlacement, stack: Stack) -> tuple[Term, ...]:
     terms = loss.stores(place)
+    if place.strategy.loss == "fused":
+        return _liger_loss(place, terms)
     if stack.loss == "plain":
         return terms
     if stack.loss == "torchtune_chunked" and place.trains_all:
@@ -176,6 +212,17 @@ def _loss(place: PeerPlacement, stack: Stack) -> tuple[Term, ...]:
         terms += (_term(Category.TEMPORARY, "head gradient", head, (Instant.LOSS,)),)
     logits = LOGIT_BYTES[stack.loss] * place.tokens * place.model.vocab_size
     return tuple(dataclasses.replace(term, bytes=round(logits)) if term.name == "logits" else term for term in terms)
+
+
+def _liger_loss(place: PeerPlacement, terms: tuple[Term, ...]) -> tuple[Term, ...]:
+    """Logits of one chunk and the head's gradient, both in compute dtype."""
+    logits = LIGER_LOGIT_BYTES * _liger_chunk(place) * place.model.vocab_size
+    kept = [term for term in terms if term.name == "last hidden states"]
+    kept.append(_term(Category.TEMPORARY, "logits", logits, (Instant.LOSS,)))
+    if place.trains_all:
+        head = place.element_bytes * place.model.embedding_parameters
+        kept.append(_term(Category.TEMPORARY, "head gradient", head, (Instant.LOSS,)))
+    return tuple(kept)
 
 
 def _term(category: Category, name: str, num_bytes: float, alive: tuple[Instant, ...]) -> Term:

@@ -204,11 +204,21 @@ def gpt3_on_1024() -> bool:
     return agrees(budget.total / GB, ROWS[row]["gb_per_card"])
 
 
+def is_replicated_or_says_why(found: Plan) -> bool:
+    """What fits one card is replicated, never fully sharded; ZeRO-1 or 2 where they are faster, and the answer says so.
+
+    They send no more than DDP does, and each card updates a part of the weights: so it is on H200s (docs/accuracy.md).
+    """
+    assert found.recommended is not None
+    stage = found.recommended.strategy.zero_stage
+    return stage == 0 or (stage < 3 and any("time wins" in rule and "DDP fits" in rule for rule in found.rules))
+
+
 def small_under_ddp() -> bool:
     (card_gb,) = given("1.3b-ddp", "card_gb")
     found = plan("llama-3.2-1b", f"8x{CARDS[card_gb]}", batch=256)
     assert found.recommended is not None
-    assert found.recommended.strategy.zero_stage == 0, "sharding only costs"
+    assert is_replicated_or_says_why(found), "sharding only costs"
     assert static_gb("1.3b-ddp") < card_gb
     return agrees(static_gb("1.3b-ddp"), ROWS["1.3b-ddp"]["gb_per_card"])
 
@@ -429,7 +439,8 @@ def test_rules_are_the_ones_tested_below() -> None:
 def test_fits_one_card_is_never_fully_sharded() -> None:
     found = plan("llama-3.2-1b", "8xh100", tuning="any", batch=256)
     assert found.recommended is not None
-    assert (found.recommended.strategy.zero_stage, found.recommended.strategy.tuning) == (0, "full")
+    assert is_replicated_or_says_why(found)
+    assert found.recommended.strategy.tuning == "full"
     assert any(rule.startswith("fits on one card") for rule in found.rules)
 
 

@@ -51,7 +51,7 @@ def test_nothing_that_ran_out_of_memory_is_called_a_fit(score: Any, scores: list
 
 def test_rankings(score: Any, scores: list[Any]) -> None:
     ranked = score.ranking(scores)
-    assert ranked.right > 8 * len(ranked.wrong)
+    assert ranked.right > 25 * len(ranked.wrong)
 
 
 def test_nine_of_ten_readings_lie_in_their_interval(score: Any, scores: list[Any]) -> None:
@@ -73,6 +73,21 @@ def test_nine_of_ten_readings_lie_in_their_interval(score: Any, scores: list[Any
     shares = {what: sum(found) / len(found) for what, found in inside.items()}
     assert shares["memory"] >= 0.85, shares
     assert shares["time"] >= 0.85, shares
+
+
+def test_our_own_engine(score: Any) -> None:
+    """Runs of the engine whose costs these are: with the cluster file of their machine, no constant fitted to them."""
+    errors = [run.errors() for run in score.own_engine()]
+    assert len(errors) >= 8
+    for what, mean, worst in (("allocated", 0.01, 0.02), ("step", 0.03, 0.08)):
+        found = [abs(error[what]) for error in errors]
+        assert sum(found) / len(found) <= mean, what
+        assert max(found) <= worst, what
+
+
+def test_pairs_out_of_order_are_explained(score: Any, scores: list[Any]) -> None:
+    for pair in score.ranking(scores).wrong:
+        assert any(name in pair for name in score.OUT_OF_ORDER), pair
 
 
 def test_page_is_fresh(score: Any, scores: list[Any], cases: list[Any]) -> None:

@@ -215,5 +215,32 @@ def _reduced_from_whole(place: Placement) -> Iterator[Term]:
     yield _temporary("block gradients", element * trainable, (Instant.BACKWARD_LAST,), f"{element} B x one block")
 
 
+def gradient_traffic_bytes(place: Placement, group: Group, *, first: bool, last: bool) -> float:
+    """Bytes that the card's memory moves for one group's gradients after their backward, in one micro-batch.
+
+    A reduction copies them into its input (and one rank on to the output, where NCCL would have done it), and casts the
+    result to the masters' dtype. Whole gradients are cast once and then added to (`unsharded_accumulated_grad`);
+    sharded ones are added after their reduction.
+
+    Args:
+        place: The rank.
+        group: Of which one is counted.
+        first: Nothing has been accumulated yet.
+        last: The step's last micro-batch.
+    """
+    element, wire, master = place.element_bytes, place.reduce_bytes, place.master_bytes
+    shards, whole = place.strategy.dp_shard, whole_gradients(place)
+    each = 0.0
+    if whole and first:
+        each += element + wire if element != wire else 0
+    elif whole:
+        each += element + 2 * wire
+    if last or not whole:
+        each += (wire if whole else element) + wire + (2 * wire if shards == 1 else 0)
+        each += (wire + master) / shards if wire != master else 0
+        each += 3 * master / shards if not (whole or first) else 0
+    return each * group.trainable
+
+
 def _temporary(name: str, num_bytes: int, alive: tuple[Instant, ...], formula: str) -> Term:
     return Term(category=Category.TEMPORARY, name=name, bytes=num_bytes, alive=alive, formula=formula, source=SOURCE)

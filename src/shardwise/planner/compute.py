@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.axes.fully_shard import managed_bytes
+from shardwise.axes.fully_shard import gradient_traffic_bytes, managed_bytes
 from shardwise.levers.checkpointing.cost import attention_flops_per_token, recomputed
+from shardwise.levers.loss.cost import chunk_tokens
 from shardwise.levers.offload.cost import update_seconds
 from shardwise.levers.optimizer.cost import step_traffic_bytes
 from shardwise.levers.precision.cost import COMPUTE_DTYPE
@@ -39,6 +40,7 @@ ATTENTION_SHARE = {"volta": 0.3, "turing": 0.3, "ampere": 0.55, "ada": 0.5, "hop
 """The same for causal attention (flash kernels of torch's sdpa), counting half of the square."""
 ATTENTION_BACKWARD_FLOPS = 2.5
 """Backward FLOPs over forward FLOPs: five products instead of two."""
+FLOAT_BYTES = 4
 TRAFFIC_SHARE = 0.85
 """Share of memory bandwidth that elementwise kernels attain."""
 SMALL_SIDE = 256
@@ -68,8 +70,20 @@ class ComputeTimes:
     """Host time of one block, forward and backward together."""
     gather_copy: float
     """Out of the all_gather's output into whole parameters, one block; or the cast that takes its place."""
-    reduce_copy: float
-    """Gradients of one block into the reduction's input."""
+    outer_gather_copy: float
+    """The same for embedding and root together."""
+    gradients: Mapping[bool, Mapping[bool, GradientTimes]]
+    """What `fully_shard` does with gradients, by whether the micro-batch is the first and whether it is the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientTimes:
+    """Seconds of copying and adding gradients in one micro-batch."""
+
+    block: float
+    """Of each block."""
+    outer: float
+    """Of embedding and root together, at the end."""
 
 
 def compute_times(place: Placement, cluster: Cluster) -> ComputeTimes:
@@ -87,33 +101,51 @@ def compute_times(place: Placement, cluster: Cluster) -> ComputeTimes:
         block_forward=forward,
         block_backward=backward,
         head=_head_seconds(place, head_rates) if place.is_last else 0.0,
-        embedding=4 * place.typical_tokens * place.model.hidden_size * place.element_bytes / rates.traffic,
+        embedding=_embedding_bytes(place) / rates.traffic if place.is_first else 0.0,
         optimizer=step_traffic_bytes(place) / rates.traffic
         if place.strategy.offload == "none"
         else update_seconds(place, cluster),
         host_per_block=_host_seconds(place, cluster),
-        gather_copy=_gather_copy_bytes(place) / rates.traffic,
-        reduce_copy=_reduce_copy_bytes(place) / rates.traffic,
-    )
+        gather_copy=_gather_copy_bytes(place, inner=True) / rates.traffic,
+        outer_gather_copy=_gather_copy_bytes(place, inner=False) / rates.traffic,
+        gradients={first: {last: _gradient_times(place, rates, first=first, last=last) for last in (True, False)}
+                   for first in (True, False)},
+    )  # fmt: skip
 
 
-def _gather_copy_bytes(place: Placement) -> float:
-    """Traffic of fully_shard's copy-out of one block: read and written in compute dtype; masters read where cast."""
-    block = place.group("block")
-    if block is None:
+def _gather_copy_bytes(place: Placement, *, inner: bool) -> float:
+    """Traffic of fully_shard's copy-out: read and written in compute dtype; masters read where cast.
+
+    Args:
+        place: The rank.
+        inner: Of one block, else of embedding and root together.
+    """
+    groups = [group for group in place.groups if (group.site == "block") == inner]
+    if place.strategy.dp_shard > 1:
+        return 2.0 * sum(managed_bytes(place, group) for group in groups)
+    if place.master_bytes == place.element_bytes:
         return 0.0
-    if place.strategy.dp_shard == 1:
-        cast = place.master_bytes != place.element_bytes
-        return block.trainable * (place.master_bytes + place.element_bytes) if cast else 0.0
-    return 2.0 * managed_bytes(place, block)
+    return float(sum(group.trainable for group in groups) * (place.master_bytes + place.element_bytes))
 
 
-def _reduce_copy_bytes(place: Placement) -> float:
-    """Traffic of fully_shard's copy-in of one block's gradients: read in compute dtype, written in the wire's."""
-    block = place.group("block")
-    if block is None or place.strategy.data_parallel == 1:
-        return 0.0
-    return float(block.trainable * (place.element_bytes + place.reduce_bytes))
+def _gradient_times(place: Placement, rates: Rates, *, first: bool, last: bool) -> GradientTimes:
+    inner, outer = 0.0, 0.0
+    for group in place.groups:
+        moved = gradient_traffic_bytes(place, group, first=first, last=last)
+        if group.site == "block":
+            inner += moved
+        else:
+            outer += moved
+    return GradientTimes(block=inner / rates.traffic, outer=outer / rates.traffic)
+
+
+def _embedding_bytes(place: Placement) -> float:
+    """Rows looked up and their gradients; the table's gradient is zeroed, and added to the head's if tied."""
+    rows = 4.0 * place.typical_tokens * place.model.hidden_size * place.element_bytes
+    if not place.trains_all:
+        return rows
+    table = place.model.embedding_parameters / place.strategy.tp * place.element_bytes
+    return rows + table * (4 if place.model.tie_word_embeddings and place.is_last else 1)
 
 
 class Rates:
@@ -168,7 +200,8 @@ def _matrix_seconds(place: Placement, rates: Rates) -> float:
     if not place.trains_all:
         for linear in adapted(place.model, place.job.lora):
             narrow = 2 * place.typical_tokens * place.job.lora.r * (linear.in_features + linear.out_features)
-            bytes_moved = place.typical_tokens * place.element_bytes * (linear.in_features + 3 * linear.out_features)
+            wide = 3 if place.strategy.compile_blocks else 6  # written, scaled, added: in one kernel or in three
+            bytes_moved = place.typical_tokens * place.element_bytes * (linear.in_features + wide * linear.out_features)
             seconds += (
                 max(
                     narrow / rates.matmul(place.typical_tokens, linear.in_features, place.job.lora.r),
@@ -226,22 +259,51 @@ def _traffic_bytes(place: Placement) -> float:
     if place.strategy.compile_blocks:
         per_token = unit * (8 * model.norms_per_block * h + 4 * heads + 6 * f)
     else:
-        norm = 28 + 8 * unit
+        norm = _eager_norm_bytes(place)
         per_token = norm * model.norms_per_block * h + unit * (12 * h + 20 * heads + 10 * f)
         per_token += norm * heads if model.qk_norm else 0
     return place.typical_tokens * per_token
 
 
 def _head_seconds(place: Placement, rates: Rates) -> float:
-    """Head and loss, forward and backward: three products (two without weight gradients) and fp32 softmax traffic."""
-    vocab = place.model.vocab_size / place.strategy.tp
-    products = 3 if place.trains_all else 2
-    if place.strategy.loss != "plain":
-        products += 1
-    rate = rates.matmul(place.typical_tokens, place.model.hidden_size, place.model.vocab_size)
-    seconds = products * 2 * place.typical_tokens * place.model.hidden_size * vocab / rate
-    traffic = {"plain": 38, "chunked": 48, "fused": 10}[place.strategy.loss] * place.element_bytes / 2
-    return seconds + traffic * place.typical_tokens * vocab / rates.traffic
+    """Head and loss, forward and backward, and the final norm, which no block compiles."""
+    vocab, tokens, hidden = place.model.vocab_size / place.strategy.tp, place.typical_tokens, place.model.hidden_size
+    rate = rates.matmul(max(1, min(tokens, chunk_tokens(place))), hidden, place.model.vocab_size)
+    products = 2 + place.trains_all + (place.strategy.loss == "chunked")
+    moved = logit_traffic_bytes(place) * tokens * vocab + 3 * _eager_norm_bytes(place) * tokens * hidden
+    moved += head_gradient_bytes(place)
+    return products * 2 * tokens * hidden * vocab / rate + moved / rates.traffic
+
+
+def logit_traffic_bytes(place: Placement) -> float:
+    """Bytes moved for one logit besides its products, kernel by kernel.
+
+    Cross-entropy of torch: fp32 copy; log-softmax of a row too long for shared memory reads it three times and writes
+    it; the gradient is filled with zeros; its backward reads three and writes one; the result is cast back. Chunked:
+    the forward twice. Fused and compiled: written by the product, read twice, overwritten by its gradient; in eager
+    code about eleven fp32 values.
+    """
+    element = place.element_bytes
+    if place.strategy.loss == "fused":
+        return 5.0 * element if place.strategy.compile_blocks else 11.0 * FLOAT_BYTES
+    cast = 0 if element == FLOAT_BYTES else element + FLOAT_BYTES
+    forward, backward = cast + 4 * FLOAT_BYTES, 5 * FLOAT_BYTES + cast
+    return float((2 if place.strategy.loss == "chunked" else 1) * forward + backward)
+
+
+def head_gradient_bytes(place: Placement) -> float:
+    """Adding up the head's gradient over chunks: by autograd, two values read and one written, or by the product."""
+    if place.strategy.loss == "plain" or not place.trains_all:
+        return 0.0
+    usual = max(1, min(chunk_tokens(place), place.typical_tokens))
+    chunks = -(-place.typical_tokens // usual)
+    each = 3 * place.element_bytes if place.strategy.loss == "chunked" else 2 * FLOAT_BYTES
+    return float((chunks - 1) * each * place.model.embedding_parameters / place.strategy.tp)
+
+
+def _eager_norm_bytes(place: Placement) -> float:
+    """Traffic of one element of a norm's forward in eager code, operation by operation."""
+    return 28 + 4.0 * place.element_bytes
 
 
 def _host_seconds(place: Placement, cluster: Cluster) -> float:

@@ -23,16 +23,17 @@ from shardwise.axes.replicate import cost as replicate
 from shardwise.axes.shard import cost as shard
 from shardwise.axes.tensor import cost as tensor
 from shardwise.levers.offload import cost as offload
-from shardwise.planner.compute import ComputeTimes, compute_times
+from shardwise.planner.compute import ComputeTimes, GradientTimes, compute_times
 from shardwise.planner.wire import collective_seconds
 from shardwise.vocabulary.cluster import Cluster, LinkKind
 from shardwise.vocabulary.placement import Placement
 from shardwise.vocabulary.strategy import Axis
 from shardwise.vocabulary.timeline import COMPUTE_LANE, Collective, Every, Pass, Site, Span, SpanKind, StepTimeline
 
-CONTENTION: dict[LinkKind, float] = {"nvlink": 1.25}
-"""Compute is this much slower while a collective runs beside it; used where `probe` did not measure it. NCCL takes 24
-to 32 of about 130 multiprocessors to fill NVLink."""
+CONTENTION: dict[LinkKind, float] = {"nvlink": 1.45}
+"""Compute is this much slower while a collective runs beside it, where `probe` did not measure it: as it did on two
+H200s (`benchmarks/results/cluster_h200_x2.yaml`). NCCL takes 24 to 32 of 132 multiprocessors to fill NVLink, and memory
+bandwidth and power besides."""
 CONTENTION_ELSEWHERE = 1.03
 """Slower wires need two to four of them."""
 
@@ -112,10 +113,6 @@ class _Messages:
         """Seconds of the copy that follows a block's gather, where there is one."""
         return times.gather_copy if self.always_casts or gather.get("block", 0.0) > 0 else 0.0
 
-    def reduced(self, times: ComputeTimes) -> float:
-        """Seconds of the copy that precedes a block's reduction, where there is one."""
-        return times.reduce_copy if self.reduce.get("block", 0.0) + self.replicate.get("block", 0.0) > 0 else 0.0
-
 
 class _Simulation:
     """The event simulation of one rank; see [Note: what waits for what]."""
@@ -169,7 +166,8 @@ class _Simulation:
         for name in rounds:
             before = (self.clock.compute, self.clock.waited, self.clock.wire)
             only = self.accumulation == 1
-            self._micro_batch(self._messages(first=name == "first", last=name == "last" or only))
+            first, last = name == "first", name == "last" or only
+            self._micro_batch(self._messages(first=first, last=last), self.times.gradients[first][last])
             if name == "inner":
                 repeated = (inner - 1) * (self.clock.compute - before[0])
                 repeated_waited = (inner - 1) * (self.clock.waited - before[1])
@@ -179,15 +177,16 @@ class _Simulation:
         self._compute("optimizer", self.times.optimizer, kind="optimizer")
         return self._summary(cluster, repeated, repeated_waited, repeated_wire)
 
-    def _micro_batch(self, messages: _Messages) -> None:
+    def _micro_batch(self, messages: _Messages, gradients: GradientTimes) -> None:
         self._forward(messages)
-        self._backward(messages)
+        self._backward(messages, gradients)
 
     def _forward(self, messages: _Messages) -> None:
         gather = messages.gather_forward
         self._wait_until(self._send("shard", "all_gather root", gather.get("root", 0.0), self.clock.compute))
         self._wait_until(self._send("shard", "all_gather embedding", gather.get("embedding", 0.0), self.clock.compute))
-        self._compute("embedding", self.times.embedding)
+        outer = self.times.outer_gather_copy if messages.always_casts or gather.get("root", 0.0) > 0 else 0.0
+        self._compute("embedding", self.times.embedding + outer)
         ready = self._send("shard", "all_gather 0", gather.get("block", 0.0), self.clock.compute)
         before_last = self.clock.compute
         for i in range(self.blocks):
@@ -198,7 +197,7 @@ class _Simulation:
             self._compute(f"forward {i}", self.times.block_forward + messages.copied(gather, self.times))
             self._wait_until(self.clock.compute + self.serial_forward, lane="tp", name="tensor sums")
 
-    def _backward(self, messages: _Messages) -> None:
+    def _backward(self, messages: _Messages, gradients: GradientTimes) -> None:
         gather = messages.gather_backward
         self._compute("loss", self.times.head)
         ready = self._send("shard", f"all_gather {self.blocks - 1}", gather.get("block", 0.0), self.clock.compute)
@@ -206,11 +205,12 @@ class _Simulation:
             self._wait_until(ready)
             if i > 0:
                 ready = self._send("shard", f"all_gather {i - 1}", gather.get("block", 0.0), self.clock.compute)
-            copied = messages.copied(gather, self.times) + messages.reduced(self.times)
-            self._compute(f"backward {i}", self.times.block_backward + copied)
+            copied = messages.copied(gather, self.times)
+            self._compute(f"backward {i}", self.times.block_backward + copied + gradients.block)
             self._wait_until(self.clock.compute + self.serial_backward, lane="tp", name="tensor sums")
             self._reduce(messages, "block", str(i))
         self._send("shard", "all_gather embedding", gather.get("embedding", 0.0), self.clock.compute)
+        self._compute("gradients of root and embedding", gradients.outer)
         self._reduce(messages, "root", "root")
         self._reduce(messages, "embedding", "embedding")
 
@@ -322,6 +322,10 @@ def estimate_seconds(place: Placement, cluster: Cluster) -> float:
     step = forward.beside((times.block_forward + copied) * blocks, steps)
     step += backward.beside((times.block_backward + copied) * blocks, steps)
     step += waits + (times.head + times.embedding) * steps
+    for index in range(min(steps, 3)):  # the first, one between, the last
+        first, last = index == 0, index == min(steps, 3) - 1
+        added = times.gradients[first][last]
+        step += (blocks * added.block + added.outer) * (1 if first or last else steps - 2)
     step = max(step, times.host_per_block * blocks * steps)
     idle = pipeline.idle_share(place.strategy)
     return step / (1 - idle) + times.optimizer

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.facts import catalog
+from shardwise.levers.loss.cost import logit_bytes
 from shardwise.planner.answer import make_plan
 from shardwise.planner.memory import memory
 from shardwise.planner.pricing import price
@@ -182,10 +183,12 @@ def test_memory_grows_with_batch_and_sequence(case: tuple[Job, Strategy]) -> Non
     before = memory(job, cluster, strategy)
     wider = memory(job, cluster, dataclasses.replace(strategy, micro_batch_size=strategy.micro_batch_size + 1))
     longer = memory(dataclasses.replace(job, sequence_length=job.sequence_length + 128), cluster, strategy)
+    # One chunk of the fused loss more makes all of them smaller.
+    chunk = logit_bytes(Placement(job=job, strategy=strategy)) if strategy.loss == "fused" else 0
     for after in (wider, longer):
-        assert after.allocated_bytes >= before.allocated_bytes
-        assert after.reserved_bytes >= before.reserved_bytes
-        assert after.device_bytes >= before.device_bytes
+        assert after.allocated_bytes >= before.allocated_bytes - chunk
+        assert after.reserved_bytes >= before.reserved_bytes - 2 * chunk
+        assert after.device_bytes >= before.device_bytes - 2 * chunk
 
 
 @QUICK

@@ -19,9 +19,11 @@ and a mask of one byte.
 In fp8 a compiled block quantizes the inputs of its matrices from what it keeps anyway, so results of norms and the
 product fall away; the quantized weights of a block (1 byte) stay from its forward to its backward.
 
-Checkpointing in full keeps the block's input (E h). Selective also keeps attention's output and logsumexp and the
-outputs of every second matrix product, adapters' included, counted from the first; a compiled block drops what its
-backward does not read, which is the last matrix's output.
+Checkpointing in full keeps the block's input (E h); its recomputation ends with the last value that the backward
+reads (torch's `early_stop`), which is the last matrix's input, so that product is not repeated; nor is it in a
+compiled block, where nothing uses it. In eager code an adapter beside that matrix comes after it. Selective also
+keeps attention's output and logsumexp and the outputs of every second matrix product, adapters' included, counted
+from the first; a compiled block drops what its backward does not read, which is the last matrix's output.
 
 Source: saved tensors counted on CPU, equal to the byte for Llama and Qwen3 shapes; the compiled form from the slope of
 peak memory over micro-batches on H200, full and LoRA (`docs/accuracy.md`); selective as `apply.py` chooses.
@@ -87,10 +89,12 @@ def recomputed(place: Placement) -> Recomputed:
     kind = place.strategy.checkpointing
     if kind == "none":
         return Recomputed()
-    if kind == "full":
-        return Recomputed(matrices=1.0, attention=1.0, elementwise=1.0)
     products = _products(place)
     total = sum(product.elements for product in products)
+    if kind == "full":
+        ends = products if place.strategy.compile_blocks else products[-1:]
+        last = sum(product.elements for product in ends if product.is_last)
+        return Recomputed(matrices=1.0 - last / total, attention=1.0, elementwise=1.0)
     again = sum(product.elements for product in products[1::2])
     return Recomputed(matrices=again / total, elementwise=1.0)
 
