@@ -61,12 +61,13 @@ def predicted(case: Case) -> int:
 @pytest.mark.parametrize(
     "strategy",
     [ONE, replace(ONE, checkpointing="full"), replace(ONE, checkpointing="selective"), replace(ONE, loss="chunked"),
+     replace(ONE, loss="fused"), replace(TWO, loss="fused"), replace(ONE, loss="fused", tuning="lora"),
      replace(ONE, accumulation=2, micro_batch_size=2), replace(ONE, tuning="lora"),
      replace(ONE, tuning="lora", checkpointing="full"), TWO, replace(TWO, checkpointing="full"),
      replace(TWO, zero_stage=2, accumulation=2), replace(TWO, tuning="lora"),
      replace(TWO, zero_stage=0, dp_shard=1, dp_replicate=2)],
-    ids=["plain", "full", "selective", "chunked", "accumulated", "lora", "lora-full", "zero3", "zero3-full", "zero2",
-         "lora-zero3", "ddp"],
+    ids=["plain", "full", "selective", "chunked", "fused", "fused-zero3", "fused-lora", "accumulated", "lora",
+         "lora-full", "zero3", "zero3-full", "zero2", "lora-zero3", "ddp"],
 )  # fmt: skip
 def test_peak_is_what_the_planner_counts(ranks: Pool, strategy: Strategy) -> None:
     case = Case(strategy=strategy, hidden_size=128, layers=4, max_tokens=128, vocab_size=2048, steps=2)

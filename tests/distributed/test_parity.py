@@ -79,19 +79,28 @@ def test_adapters_equal_one_process(ranks: Pool, name: str) -> None:
         replace(ZERO_3, checkpointing="full"),
         replace(DDP, checkpointing="selective"),
         replace(ZERO_3, loss="chunked"),
+        replace(ZERO_3, loss="fused"),
         replace(ZERO_3, micro_batch_size=2, accumulation=2),
         replace(ONE, checkpointing="full", loss="chunked"),
     ],
-    ids=["zero2-whole", "zero3-whole", "full", "selective", "chunked", "rows", "one-card"],
+    ids=["zero2-whole", "zero3-whole", "full", "selective", "chunked", "fused", "rows", "one-card"],
 )
 def test_levers_change_no_result(ranks: Pool, strategy: Strategy) -> None:
     check(ranks, Case(strategy=strategy, double=True), FP64)
 
 
+@pytest.mark.parametrize(("stage", "tuning"), [(0, "full"), (1, "full"), (2, "full"), (3, "full"), (3, "lora")])
+def test_fused_loss_of_some_tokens_of_a_tied_head(ranks: Pool, stage: int, tuning: str) -> None:
+    """Rows long enough that logits are made for some of them only; the embedding adds to the head's gradient."""
+    split = {0: DDP, 1: ZERO_1, 2: ZERO_2, 3: ZERO_3}[stage]
+    strategy = replace(split, loss="fused", tuning=tuning, micro_batch_size=4, accumulation=1)  # pyright: ignore[reportArgumentType]
+    check(ranks, Case(strategy=strategy, tied=True, double=True, max_tokens=150, steps=3), FP64)
+
+
 @pytest.mark.parametrize("model", ["mistral", "qwen3", "gemma", "gemma2", "gemma3"])
 def test_families(ranks: Pool, model: str) -> None:
-    """Chunked loss too: Gemma 2 caps its logits."""
-    strategy = replace(ZERO_3, loss="chunked", checkpointing="full")
+    """Fused loss too: Gemma 2 caps its logits."""
+    strategy = replace(ZERO_3, loss="fused", checkpointing="full")
     attention = "eager" if model == "gemma2" else "sdpa"  # transformers has no other for it
     case = Case(strategy=strategy, model=model, tied=model.startswith("gemma"), double=True, steps=3)
     check(ranks, replace(case, attention=attention), {**FP64, "weight": 1e-8})  # norms compute in fp32, see above

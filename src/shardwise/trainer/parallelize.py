@@ -46,7 +46,7 @@ def parallelize(skeleton: Skeleton, mesh: RankMesh, strategy: Strategy) -> None:
     refuse_unsupported(strategy)
     refuse_machine(strategy, mesh.device)
     model: Any = skeleton.model
-    loss.apply(model, strategy.loss)
+    loss.apply(model, strategy.loss, compiled=strategy.compile_blocks)
     blocks = decoder_blocks(model)
     if strategy.precision == "fp8":
         fp8.apply(blocks)

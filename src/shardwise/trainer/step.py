@@ -117,7 +117,7 @@ class Stepper:
 
 def summed_loss(model: nn.Module, batch: Batch, attention: str) -> Tensor:
     """Cross-entropy summed over the supervised tokens of one micro-batch, in fp32: []."""
-    return model(**model_inputs(batch, attention), loss_labels=batch.labels)
+    return model(**model_inputs(batch, attention), loss_labels=batch.labels, loss_rows=batch.loss_rows)
 
 
 def model_inputs(batch: Batch, attention: str) -> dict[str, Any]:

@@ -1,18 +1,24 @@
 """The loss over the vocabulary, in the model's own forward, so that the groups of `fully_shard` see one call.
 
 plain     logits of the whole micro-batch, as the model makes them; fp32 cross-entropy; sum
-chunked   head and cross-entropy for a few thousand tokens at a time, computed again in backward: logits never exist
-          whole
-fused     Liger's kernel, which makes neither logits nor their gradient
+chunked   head and cross-entropy for a thousand tokens at a time, computed again in backward: the least memory
+fused     head, cross-entropy and their gradients for a few thousand tokens at a time, once (`apply_fused.py`)
 
-Shapes: B rows, T tokens of a row, H hidden size, V vocabulary.
+Chunked and fused make logits only for tokens that are learned; which these are is known on the host, so nothing waits
+for the card.
+
+[Note: whose logits] Chunked and fused take the hidden states from the decoder and bypass what the model does between
+them and its logits. So the model's own forward is asked: with a stand-in for decoder and head, which costs nothing, its
+logits must be what the rule says, or these losses are refused.
+
+Shapes: B rows, T tokens of a row, N tokens that get logits, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-import importlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,51 +26,73 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.errors import ConfigError, MissingExtraError
+from shardwise.errors import ConfigError
+from shardwise.levers.loss.apply_fused import IGNORE_INDEX, LogitRule, fine_dtype, linear_cross_entropy
+from shardwise.levers.loss.cost import CHUNK_TOKENS
 from shardwise.vocabulary.strategy import LossKind
 
-IGNORE_INDEX = -100
-CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once in a chunked loss."""
-_UNKNOWN_SCALINGS = ("logit_scale", "logits_scaling", "output_multiplier_scale")
-"""Keys of config.json that change logits in ways that only the model's own forward knows."""
+LossOfHidden = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
-def apply(model: nn.Module, kind: LossKind) -> None:
+def apply(model: nn.Module, kind: LossKind, *, compiled: bool = False) -> None:
     """Teaches a causal language model to answer `model(..., loss_labels=labels)` with its summed loss.
 
-    Without `loss_labels` its forward is what it was.
+    With `loss_rows` as well, chunked and fused make logits for those of the B * T tokens only; every token that has
+    something to learn must be among them. Without `loss_labels` its forward is what it was.
 
     Args:
         model: A Hugging Face causal language model.
         kind: plain, chunked or fused.
+        compiled: Whether fused compiles its kernel.
 
     Raises:
-        ConfigError: The model scales its logits in a way that chunked and fused do not know.
-        MissingExtraError: fused without Liger.
+        ConfigError: The model does something to hidden states or logits that chunked and fused do not know.
     """
-    config: Any = model.config
-    scalings = [name for name in _UNKNOWN_SCALINGS if getattr(config, name, None) not in (None, 1, 1.0)]
-    if kind != "plain" and scalings:
-        raise ConfigError(
-            f"The model's config sets {', '.join(scalings)}, which loss: {kind} does not know. Use plain."
-        )
-    from_hidden = None if kind == "plain" else {"chunked": _chunked, "fused": _fused}[kind]
-    if kind == "fused":
-        _liger()
+    from_hidden = None if kind == "plain" else loss_of_hidden(model, kind, compiled=compiled)
     own_forward: Callable[..., Any] = model.forward
 
-    def forward(self: Any, *args: Any, loss_labels: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self: Any, *args: Any, loss_labels: Tensor | None = None, loss_rows: Tensor | None = None, **kwargs: Any
+    ) -> Any:
         if loss_labels is None:
             return own_forward(*args, **kwargs)
-        targets = F.pad(loss_labels, (0, 1), value=IGNORE_INDEX)[:, 1:]  # [B, T]: what each token should predict
+        targets = next_tokens(loss_labels)  # [B, T]
         if from_hidden is None:
             logits: Tensor = own_forward(*args, use_cache=False, **kwargs).logits  # [B, T, V]
             return summed_cross_entropy(logits, targets)
         hidden: Tensor = self.get_decoder()(*args, use_cache=False, **kwargs).last_hidden_state  # [B, T, H]
-        return from_hidden(self, hidden, targets)
+        return from_hidden(self, *taken(hidden.flatten(0, 1), targets.flatten(), loss_rows))
 
     model.forward = types.MethodType(forward, model)
+
+
+def next_tokens(labels: Tensor) -> Tensor:
+    """What each token should predict, -100 where it is not learned: [B, T] -> [B, T]."""
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
+
+
+def taken(hidden: Tensor, targets: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The tokens that get logits: [B * T, H], [B * T], [N] -> [N, H], [N]; all of them where rows is None."""
+    return (hidden, targets) if rows is None else (hidden.index_select(0, rows), targets.index_select(0, rows))
+
+
+def loss_of_hidden(model: nn.Module, kind: LossKind, *, compiled: bool) -> LossOfHidden:
+    """The chunked or fused loss of a model's hidden states: (model, [N, H], [N]) -> [].
+
+    Raises:
+        ConfigError: See [Note: whose logits].
+    """
+    rule = logit_rule(model)
+    check_rule(model, rule, kind)
+
+    def chunked(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+        return _chunked(model.get_output_embeddings(), hidden, targets, rule)
+
+    def fused(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+        head = model.get_output_embeddings()
+        return linear_cross_entropy(hidden, head.weight, head.bias, targets, rule, compiled=compiled)
+
+    return chunked if kind == "chunked" else fused
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -73,36 +101,78 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(fine.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def _softcap(model: Any, logits: Tensor) -> Tensor:
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def _chunked(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
-    head = model.get_output_embeddings()
-    rows, flat_targets = hidden.flatten(0, 1), targets.flatten()  # [B * T, H], [B * T]
-
+def _chunked(head: nn.Module, hidden: Tensor, targets: Tensor, rule: LogitRule) -> Tensor:
     def of_chunk(chunk: Tensor, chunk_targets: Tensor) -> Tensor:
-        return summed_cross_entropy(_softcap(model, head(chunk)), chunk_targets)
+        return summed_cross_entropy(rule(head(chunk)), chunk_targets)
 
-    total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    for chunk, chunk_targets in zip(rows.split(CHUNK_TOKENS), flat_targets.split(CHUNK_TOKENS), strict=True):
+    total = hidden.new_zeros((), dtype=fine_dtype(hidden.dtype))
+    for chunk, chunk_targets in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
         total = total + checkpoint(of_chunk, chunk, chunk_targets, use_reentrant=False)
     return total
 
 
-def _liger() -> Any:
-    try:
-        return importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
-    except ImportError:
-        raise MissingExtraError("loss: fused", "fused", "liger-kernel") from None
-
-
-def _fused(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
-    head = model.get_output_embeddings()
-    function = _liger().LigerFusedLinearCrossEntropyFunction
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    loss = function.apply(
-        hidden.flatten(0, 1), head.weight, targets.flatten(), head.bias, None, IGNORE_INDEX, 0.0, 0.0, "sum", cap
+def logit_rule(model: Any) -> LogitRule:
+    """What a model's config says of its logits."""
+    config = model.config
+    scale = float(getattr(config, "logit_scale", None) or 1) * float(getattr(config, "lm_head_multiplier", None) or 1)
+    return LogitRule(
+        scale=scale / float(getattr(config, "logits_scaling", None) or 1),
+        softcap=getattr(config, "final_logit_softcapping", None),
     )
-    return loss[0] if isinstance(loss, tuple) else loss
+
+
+@torch.no_grad()
+def check_rule(model: Any, rule: LogitRule, kind: LossKind) -> None:
+    """Asks the model's own forward what it makes of hidden states and logits ([Note: whose logits]).
+
+    Raises:
+        ConfigError: Something else than the rule says, or its head is no plain matrix.
+    """
+    way_out = f"loss: {kind} computes the logits itself and would compute others. Use loss: plain."
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ConfigError(
+            f"The head of {type(model).__name__} is a {type(head).__name__}, not a plain matrix; {way_out}"
+        )
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 3, 8, generator=draw)  # [1, T, H]
+    logits = 4 * torch.randn(1, 3, 8, generator=draw)  # [1, T, V]
+    try:
+        with _stand_ins(model, hidden, logits) as seen:
+            found = model(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False).logits
+    except Exception as error:
+        raise ConfigError(
+            f"{type(model).__name__} does not show what it does to its logits: {error}; {way_out}"
+        ) from error
+    if len(seen) != 1 or not torch.equal(seen[0], hidden):
+        raise ConfigError(f"{type(model).__name__} changes the hidden states before its head; {way_out}")
+    if found.shape != logits.shape or not torch.allclose(found.float(), rule(logits), rtol=1e-4, atol=1e-4):
+        raise ConfigError(f"{type(model).__name__} changes its logits in a way that is not known here; {way_out}")
+
+
+@contextmanager
+def _stand_ins(model: Any, hidden: Tensor, logits: Tensor) -> Generator[list[Tensor]]:
+    """Inside, the decoder answers `hidden` and the head `logits`; gives what the head was asked."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class Answer(BaseModelOutputWithPast):
+        """What a decoder gives; of all that some decoders give besides, nothing."""
+
+        def __getattr__(self, name: str) -> None:
+            return None
+
+    seen: list[Tensor] = []
+
+    def decode(*_args: Any, **_kwargs: Any) -> Any:
+        return Answer(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+
+    def project(asked: Tensor) -> Tensor:
+        seen.append(asked)
+        return logits
+
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    decoder.forward, head.forward = decode, project
+    try:
+        yield seen
+    finally:
+        del decoder.forward, head.forward

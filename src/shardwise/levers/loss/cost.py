@@ -6,14 +6,14 @@ log-softmax (E + 4 + 4); the backward holds the log-softmax, the incoming fp32 g
 (4 + 4 + 4), then their E-byte copy. Not E, as many calculators have it.
 The final norm, which no block compiles, keeps its fp32 input, and what it normalized and gave if it is trained.
 Chunked: the same for one chunk of tokens at a time, plus the gradient of the hidden states.
-Fused (Liger): as chunked, the chunk chosen by the kernel so that it is about as large as the hidden states.
+Fused: one chunk of logits, over which their gradient is written (E); where the chunk's kernel is not compiled, an fp32
+copy and one passing value beside it (E + 4 + 4). From the forward of the loss to its backward the gradients of hidden
+states (E) and head stay; the head's in fp32 if there is more than one chunk, cast to E bytes at the end.
 
 Source: peak bytes of simulated steps; `tests/distributed/test_costs.py` on real ones.
 """
 
 from __future__ import annotations
-
-import math
 
 from shardwise.vocabulary.memory import Category, Instant, Term
 from shardwise.vocabulary.placement import Placement
@@ -21,6 +21,11 @@ from shardwise.vocabulary.placement import Placement
 SOURCE = "[Note: bytes of a logit]"
 CHUNK_TOKENS = 1024
 """Tokens of one chunk of the chunked loss, as the engine cuts them."""
+FUSED_CHUNK_BYTES = 2**30
+"""What one chunk of the fused loss may take: large enough that its products run at the full rate and that the fp32 sum
+of the head's gradient is read and written seldom."""
+TILE = 128
+"""Chunks and numbers of tokens are rounded to it, as matrix kernels cut them."""
 
 
 def stores(place: Placement) -> tuple[Term, ...]:
@@ -30,21 +35,22 @@ def stores(place: Placement) -> tuple[Term, ...]:
     saved = 4 + (2 * place.element_bytes if place.trains_all else 0)
     hidden = place.tokens * place.model.hidden_size * saved
     terms = [_term("logits", logit_bytes(place), (Instant.LOSS,), "see [Note: bytes of a logit]")]
-    forward = logit_bytes(place) * (place.element_bytes + 8) // per_logit(place)
+    forward = chunk_tokens(place) * _vocabulary(place) * (place.element_bytes + 8)
     terms.append(_term("logits in evaluation", forward, (Instant.EVALUATION,), "forward only, of one micro-batch"))
     terms.append(_term("last hidden states", hidden, (Instant.LOSS,), f"{saved} B an element: the final norm, eager"))
-    return (*terms, *_head_gradient(place))
+    return (*terms, *_kept_gradients(place))
 
 
 def per_logit(place: Placement) -> int:
     """Bytes of one logit at the peak; see [Note: bytes of a logit]."""
+    if place.strategy.loss == "fused":
+        return place.element_bytes + (0 if place.strategy.compile_blocks else 8)
     return max(place.element_bytes + 8, 12)
 
 
 def logit_bytes(place: Placement) -> int:
     """Peak bytes of logits, log-softmax and gradients."""
-    vocab = -(-place.model.vocab_size // place.strategy.tp)
-    return per_logit(place) * chunk_tokens(place) * vocab
+    return per_logit(place) * chunk_tokens(place) * _vocabulary(place)
 
 
 def chunk_tokens(place: Placement) -> int:
@@ -53,16 +59,38 @@ def chunk_tokens(place: Placement) -> int:
         return place.tokens
     if place.strategy.loss == "chunked":
         return min(place.tokens, CHUNK_TOKENS)
-    pieces = max(1, -(-place.model.vocab_size // place.model.hidden_size))
-    return 2 ** math.ceil(math.log2(max(1, -(-place.tokens // pieces))))
+    element, compiled = place.element_bytes, place.strategy.compile_blocks
+    return fused_chunk(place.tokens, _vocabulary(place), element, compiled=compiled)
 
 
-def _head_gradient(place: Placement) -> tuple[Term, ...]:
-    """Chunks add up the head's gradient while logits of the next chunk exist."""
-    if place.strategy.loss == "plain" or not place.trains_all:
-        return ()
-    size = place.element_bytes * place.model.embedding_parameters // place.strategy.tp
-    return (_term("head gradient", size, (Instant.LOSS,), "accumulated over the chunks"),)
+def fused_chunk(num_tokens: int, vocab_size: int, element_bytes: int, *, compiled: bool) -> int:
+    """Tokens of one chunk of the fused loss: as few chunks as FUSED_CHUNK_BYTES allows, all about equally large."""
+    each = vocab_size * (element_bytes + (0 if compiled else 8))
+    most = max(TILE, FUSED_CHUNK_BYTES // each // TILE * TILE)
+    if num_tokens <= most:
+        return max(1, num_tokens)
+    chunks = -(-num_tokens // most)
+    return -(-num_tokens // chunks // TILE) * TILE
+
+
+def _vocabulary(place: Placement) -> int:
+    return -(-place.model.vocab_size // place.strategy.tp)
+
+
+def _kept_gradients(place: Placement) -> tuple[Term, ...]:
+    """Gradients that exist while logits do: chunks add up the head's, and the fused loss makes the hidden states'."""
+    kind, element = place.strategy.loss, place.element_bytes
+    terms: list[Term] = []
+    if kind == "fused":
+        hidden = element * place.tokens * place.model.hidden_size
+        terms.append(_term("gradient of hidden states", hidden, (Instant.LOSS,), f"{element} B an element"))
+    if kind == "plain" or not place.trains_all:
+        return tuple(terms)
+    several = kind == "fused" and chunk_tokens(place) < place.tokens
+    each = 4 if several else element
+    size = each * place.model.embedding_parameters // place.strategy.tp
+    terms.append(_term("head gradient", size, (Instant.LOSS,), f"{each} B an element, summed over the chunks"))
+    return tuple(terms)
 
 
 def _term(name: str, num_bytes: int, alive: tuple[Instant, ...], formula: str) -> Term:

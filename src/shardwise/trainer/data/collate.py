@@ -28,6 +28,9 @@ IGNORE_INDEX = -100
 PADDING_DOCUMENT = -1
 """The document id of padding."""
 
+LOSS_ROWS_MULTIPLE = 128
+"""Tokens with logits are rounded up to it, as matrix kernels cut them."""
+
 Layout = Literal["padded", "packed", "flat"]
 
 
@@ -63,6 +66,9 @@ class Batch:
     """`packed` and `flat` only: number of the document in its row, from 0; -1 for padding. [B, T] int32"""
     cu_seqlens: Tensor | None = None
     """`flat` only: where each document starts, and T; padding is the last document. [documents + 1] int32"""
+    loss_rows: Tensor | None = None
+    """Which of the B * T tokens get logits: those that have something to learn, and others up to a multiple of
+    LOSS_ROWS_MULTIPLE; None: all of them. The number is known on the host. [N] int64"""
     max_seqlen: int = 0
     """Tokens of the longest document, padding as a document included."""
     sample_ids: tuple[int, ...] = ()
@@ -129,6 +135,7 @@ def collate(tokenized: TokenizedSet, micro: MicroBatch, options: CollateOptions)
         attention_mask=torch.from_numpy(arrays.attention_mask()) if options.layout == "padded" else None,
         document_ids=None if options.layout == "padded" else torch.from_numpy(arrays.document_ids),
         cu_seqlens=None if cu_seqlens is None else torch.from_numpy(cu_seqlens),
+        loss_rows=arrays.loss_rows(),
         max_seqlen=int(arrays.position_ids.max()) + 1,
         sample_ids=micro.sample_ids,
         num_tokens=sum(row_tokens),
@@ -205,6 +212,18 @@ class _Arrays:
         mask = (self.document_ids != PADDING_DOCUMENT).astype(np.int64)
         mask[~mask.any(axis=1)] = 1
         return mask
+
+    def loss_rows(self) -> Tensor | None:
+        """Tokens that get logits, each once; those that fill up have nothing to learn: [N]."""
+        learned = np.zeros(self.labels.shape, dtype=bool)
+        learned[:, :-1] = self.labels[:, 1:] != IGNORE_INDEX
+        learned = learned.reshape(-1)
+        count = int(learned.sum())
+        number = max(1, -(-count // LOSS_ROWS_MULTIPLE)) * LOSS_ROWS_MULTIPLE
+        if number >= len(learned):
+            return None
+        filling = np.flatnonzero(~learned)[: number - count]
+        return torch.from_numpy(np.concatenate([np.flatnonzero(learned), filling]))
 
     def cu_seqlens(self) -> NDArray[np.int32]:
         """Starts of the documents of the only row, and its end: [documents + 1]."""
