@@ -32,7 +32,7 @@ from shardwise.trainer.meter.wire import Tally, WireCount
 from shardwise.trainer.model import Skeleton, build_skeleton, initialize, materialize, plain_parameters
 from shardwise.trainer.parallelize import parallelize
 from shardwise.trainer.sentinels import check_buffers, check_gradients, check_ties, verify_wrapping
-from shardwise.trainer.step import Stepper
+from shardwise.trainer.step import Stepper, pipeline_of
 from shardwise.vocabulary.job import LoraSettings
 from shardwise.vocabulary.measured import CountedCollective
 from shardwise.vocabulary.strategy import Strategy
@@ -132,8 +132,8 @@ def make_plan(case: Case, data: TokenizedSet, num_ranks: int) -> BatchPlan:
     return plan_batches(data, options)
 
 
-def make_skeleton(case: Case) -> Skeleton:
-    skeleton = build_skeleton(make_config(case), case.strategy, LoraSettings(r=4), case.attention)
+def make_skeleton(case: Case, stage: int = 0) -> Skeleton:
+    skeleton = build_skeleton(make_config(case), case.strategy, LoraSettings(r=4), case.attention, stage=stage)
     if case.double:
         for parameter in skeleton.model.parameters():
             parameter.data = parameter.data.double()
@@ -155,7 +155,7 @@ def build(case: Case) -> tuple[Skeleton, RankMesh]:
     """The engine's model for a case, wrapped, with values, checked."""
     device = torch.device(case.device, torch.cuda.current_device()) if case.device == "cuda" else torch.device("cpu")
     mesh = build_mesh(case.strategy, device)
-    skeleton = make_skeleton(case)
+    skeleton = make_skeleton(case, mesh.stage)
     parallelize(skeleton, mesh, case.strategy)
     seeded(skeleton, device, case.strategy)
     if not case.double:
@@ -174,6 +174,7 @@ def make_stepper(case: Case, skeleton: Skeleton, mesh: RankMesh) -> Stepper:
         mesh=mesh,
         max_grad_norm=MAX_GRAD_NORM,
         attention=case.attention,
+        pipeline=pipeline_of(skeleton, mesh, case.strategy, case.attention),
     )
 
 
@@ -196,7 +197,7 @@ def train(case: Case) -> Trace:
         outcome = stepper.run(batches, len(batches), plan.num_supervised_tokens(step), after_backward=check)
         loss = outcome.loss.double().cpu()
         dist.all_reduce(loss, group=mesh.control)
-        losses.append(loss.item() / mesh.copies)
+        losses.append(loss.item() / mesh.loss_copies)
         norms.append(outcome.grad_norm.item())
         assert outcome.skipped.item() == 0
     check_ties(skeleton.model, skeleton.aliases)

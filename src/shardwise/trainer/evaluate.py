@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from shardwise.axes.fully_shard_apply import fsdp_modules
 from shardwise.levers.precision.apply import compute_dtype
+from shardwise.trainer.data.collate import Batch
 from shardwise.trainer.feeder import DataSource
-from shardwise.trainer.mesh import RankMesh
-from shardwise.trainer.step import summed_loss
+from shardwise.trainer.step import Stepper, summed_loss
 from shardwise.vocabulary.strategy import Strategy
 
 KEEP_GATHERED_BYTES = 4 * 2**30
@@ -41,18 +41,29 @@ def forward_only(model: nn.Module) -> Generator[None]:
             module.reshard()
 
 
-def held_out_loss(model: nn.Module, source: DataSource, mesh: RankMesh, attention: str) -> float:
+def held_out_loss(stepper: Stepper, source: DataSource) -> float:
     """Mean loss over all supervised tokens of a held-out set, whatever the batches and the number of ranks."""
+    mesh = stepper.mesh
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     num_tokens = 0
-    with forward_only(model):
+    with forward_only(stepper.model):
         for step in range(source.plan.num_steps):
             num_tokens += source.plan.num_supervised_tokens(step)
-            for batch in source.batches(step):
-                total += summed_loss(model, batch.to(mesh.device), attention).double()
+            total += losses_of(stepper, source.batches(step))
     local = total.cpu()
     dist.all_reduce(local, group=mesh.control)
-    return local.item() / max(num_tokens, 1) / mesh.copies
+    return local.item() / max(num_tokens, 1) / mesh.loss_copies
+
+
+def losses_of(stepper: Stepper, batches: Sequence[Batch]) -> Tensor:
+    """Loss summed over the supervised tokens of micro-batches, forward only; 0 on stages that do not know it: []."""
+    device = stepper.mesh.device
+    if stepper.pipeline is not None:
+        return stepper.pipeline.forward([batch.to(device) for batch in batches]).double()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for batch in batches:
+        total += summed_loss(stepper.model, batch.to(device), stepper.attention).double()
+    return total
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -180,7 +180,7 @@ class Loop:
         copies = parts.stepper.mesh.copies
         real = parts.train.plan.num_tokens(pending.step)
         parts.meter.note_tokens(pending.step, StepTokens(real=real, padded=round(padded.sum().item()) // copies))
-        loss = shares.sum().item() / copies
+        loss = shares.sum().item() / parts.stepper.mesh.loss_copies
         parts.watch.judge(pending.step, table[:, len(own) :], loss, norm)
         self._window.add(loss, real, seconds.max().item())
         self._count(pending.step, loss, norm, skipped=bool(skipped))
@@ -237,7 +237,7 @@ class Loop:
         parts = self._parts
         assert parts.held_out is not None, "no held-out set"
         parts.hang.at("held-out evaluation", patient=True)
-        loss = held_out_loss(parts.skeleton.model, parts.held_out, parts.stepper.mesh, parts.stepper.attention)
+        loss = held_out_loss(parts.stepper, parts.held_out)
         values = {"eval_loss": loss, "epoch": done / parts.train.plan.steps_per_epoch}
         parts.progress.say(f"step {done}/{parts.train.plan.num_steps} | held-out loss {loss:.4f}")
         self._log(done, values)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardwise.axes.pipeline import apply as pipeline
 from shardwise.errors import ConfigError
 from shardwise.facts import catalog
 from shardwise.levers.adapters import apply as adapters
@@ -45,7 +46,7 @@ class Skeleton:
     """A model without memory, and what must come back when it gets some."""
 
     model: Any
-    """A transformers causal language model; parameters on meta."""
+    """A transformers causal language model, or the part of one stage; parameters on meta."""
     template: Any
     """The same without adapters, untouched: what a parameter's values are made from. Parameters on meta."""
     buffers: Mapping[str, Tensor]
@@ -54,6 +55,8 @@ class Skeleton:
     """Plain names that share one parameter ([Note: ties])."""
     adapted: Any
     """The PeftModel around the model if it has adapters, otherwise the model: what is exported."""
+    num_frozen: int = 0
+    """Elements of the frozen parameters of all stages."""
 
 
 def load_config(run: RunFile) -> Any:
@@ -84,15 +87,22 @@ def load_config(run: RunFile) -> Any:
 
 
 def build_skeleton(
-    config: Any, strategy: Strategy, lora: LoraSettings, attention: str = "sdpa", *, trust_remote_code: bool = False
+    config: Any,
+    strategy: Strategy,
+    lora: LoraSettings,
+    attention: str = "sdpa",
+    *,
+    stage: int = 0,
+    trust_remote_code: bool = False,
 ) -> Skeleton:
     """Makes the model of a config, with adapters and dtypes as the strategy says, without memory for parameters.
 
     Args:
         config: A transformers config of a causal language model.
-        strategy: For tuning and precision.
+        strategy: For tuning and precision; and for pp, which leaves of the model what its stage holds.
         lora: Used where the tuning is LoRA.
         attention: sdpa, flash or eager.
+        stage: The stage of the pipeline.
         trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
@@ -106,10 +116,17 @@ def build_skeleton(
     if strategy.tuning == "qlora":
         nf4.apply(model)
     model.train()
+    num_frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    pipeline.apply(model, strategy, stage)
     buffers = {clean_name(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
     return Skeleton(
-        model=model, template=template, buffers=buffers, aliases=_aliases(model), adapted=adapted
-    )  # fmt: skip
+        model=model,
+        template=template,
+        buffers=buffers,
+        aliases=aliases_of(model),
+        adapted=adapted,
+        num_frozen=num_frozen,
+    )
 
 
 def _make(config: Any, attention: str, *, trust_remote_code: bool) -> Any:
@@ -238,7 +255,8 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _aliases(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+def aliases_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Plain names that share one parameter ([Note: ties])."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(clean_name(name))

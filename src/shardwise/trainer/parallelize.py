@@ -1,6 +1,6 @@
 """The one recipe: what is done to a model, in which order, and the proof that it took.
 
-    model.py       adapters, dtypes                       (the skeleton comes with them)
+    model.py       adapters, dtypes, the layers of this stage    (the skeleton comes with them)
     1  loss        the model's forward answers with its summed loss
     2  tensor      matrices split over tp                  a later axis
     3  fp8         the blocks' products in 8 bits
@@ -8,8 +8,8 @@
     5  compile     blocks compiled, in place
     6  data        groups sharded over dp_shard or replicated over dp_replicate; offloaded with that
 
-Checkpointing comes before compile so that the compiler sees what is recomputed; both before `fully_shard`, whose
-gathering must stay outside.
+All of it chunk by chunk where a stage of a pipeline has several. Checkpointing comes before compile so that the
+compiler sees what is recomputed; both before `fully_shard`, whose gathering must stay outside.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.axes import engine
 from shardwise.axes.fully_shard_apply import Groups
+from shardwise.axes.pipeline import cost as pipeline
+from shardwise.axes.pipeline.apply import chunks_of, embedding_of
 from shardwise.axes.replicate import apply as replicate
 from shardwise.axes.shard import apply as shard
 from shardwise.errors import ConfigError
@@ -32,6 +34,7 @@ from shardwise.levers.offload import apply as offload
 from shardwise.levers.optimizer.apply_8bit import load_bitsandbytes
 from shardwise.levers.precision import apply as precision
 from shardwise.levers.precision import apply_fp8 as fp8
+from shardwise.trainer.checkpoint.state import clean_name
 from shardwise.trainer.mesh import RankMesh
 from shardwise.trainer.model import Skeleton
 from shardwise.vocabulary.strategy import Strategy
@@ -45,8 +48,17 @@ def parallelize(skeleton: Skeleton, mesh: RankMesh, strategy: Strategy) -> None:
     """
     refuse_unsupported(strategy)
     refuse_machine(strategy, mesh.device)
-    model: Any = skeleton.model
-    loss.apply(model, strategy.loss, compiled=strategy.compile_blocks)
+    for chunk in chunks_of(skeleton.model):
+        _before_groups(chunk, strategy)
+    split = replicate.apply if strategy.zero_stage == 0 else shard.apply
+    for groups in find_groups(skeleton):
+        split(groups, mesh.data, precision.policy(strategy), offload.policy(strategy, mesh.device), strategy)
+
+
+def _before_groups(model: Any, strategy: Strategy) -> None:
+    """Everything that happens to a model, or to a stage's chunk of it, before it falls into groups."""
+    if model.get_output_embeddings() is not None:  # not where a chunk ends with hidden states
+        loss.apply(model, strategy.loss, compiled=strategy.compile_blocks)
     blocks = decoder_blocks(model)
     if strategy.precision == "fp8":
         fp8.apply(blocks)
@@ -54,9 +66,6 @@ def parallelize(skeleton: Skeleton, mesh: RankMesh, strategy: Strategy) -> None:
     if strategy.compile_blocks:
         for block in blocks:
             block.compile()
-    groups = find_groups(skeleton)
-    split = replicate.apply if strategy.zero_stage == 0 else shard.apply
-    split(groups, mesh.data, precision.policy(strategy), offload.policy(strategy, mesh.device), strategy)
 
 
 def before_micro_batch(model: nn.Module, strategy: Strategy, *, is_last: bool) -> None:
@@ -75,6 +84,7 @@ def refuse_unsupported(strategy: Strategy) -> None:
     """
     problems = list(engine.not_run(strategy))
     problems += offload.problems(strategy)
+    problems += [f"{message}." for _, message in pipeline.problems(strategy)]
     if strategy.zero_stage > 0 and strategy.dp_shard == 1:
         problems.append(f"ZeRO stage {strategy.zero_stage} over one shard splits nothing; use stage 0.")
     if strategy.zero_stage == 0 and strategy.dp_shard > 1:
@@ -119,10 +129,14 @@ def plain_class(module: Any) -> str:
     return next(kind.__name__ for kind in type(inner).__mro__ if not issubclass(kind, FSDPModule))
 
 
-def find_groups(skeleton: Skeleton) -> Groups:
-    """Blocks, the embedding if it is not tied, and the root."""
-    model = skeleton.model
-    embedding = model.get_input_embeddings()
+def find_groups(skeleton: Skeleton) -> tuple[Groups, ...]:
+    """Of each chunk: blocks, the embedding if it is not tied (to a head on this rank), and the root."""
     tied = {name.rsplit(".", 1)[0] for names in skeleton.aliases for name in names}
-    is_tied = any(model.get_submodule(name) is embedding for name in tied)
-    return Groups(root=model, blocks=tuple(decoder_blocks(model)), embedding=None if is_tied else embedding)
+    return tuple(_groups(chunk, tied) for chunk in chunks_of(skeleton.model))
+
+
+def _groups(model: Any, tied: set[str]) -> Groups:
+    embedding = embedding_of(model)
+    names = {id(module): clean_name(name) for name, module in model.named_modules()}
+    alone = embedding if embedding is not None and names[id(embedding)] not in tied else None
+    return Groups(root=model, blocks=tuple(decoder_blocks(model)), embedding=alone)

@@ -16,11 +16,9 @@ import torch.nn.functional as F
 from shardwise.errors import PlanMismatchError
 from shardwise.levers.precision.apply import compute_dtype
 from shardwise.trainer.data.collate import IGNORE_INDEX, Batch
-from shardwise.trainer.evaluate import forward_only
-from shardwise.trainer.mesh import RankMesh
+from shardwise.trainer.evaluate import forward_only, losses_of
 from shardwise.trainer.model import Skeleton
-from shardwise.trainer.step import summed_loss
-from shardwise.vocabulary.strategy import Strategy
+from shardwise.trainer.step import Stepper
 
 MAX_PARAMETERS = 500_000_000
 """Larger models are not loaded a second time."""
@@ -33,15 +31,14 @@ QUANTIZED_TOLERANCE = 0.15
 """The same where weights have 4 bits or products 8: small models lose some percent; wrong bytes give a multiple."""
 
 
-def check_first_loss(skeleton: Skeleton, folder: str, batch: Batch, strategy: Strategy, mesh: RankMesh) -> str | None:
+def check_first_loss(skeleton: Skeleton, folder: str, batch: Batch, stepper: Stepper) -> str | None:
     """Compares the losses of one row; every rank must call it with the same batch.
 
     Args:
         skeleton: The model with its values, before the first step.
         folder: Where its weights came from.
         batch: One micro-batch, the same on every rank, one document a row.
-        strategy: For the dtype.
-        mesh: This rank's place.
+        stepper: What computes the split model's loss.
 
     Returns:
         A sentence for the user; None if the model is too large to be compared.
@@ -49,15 +46,20 @@ def check_first_loss(skeleton: Skeleton, folder: str, batch: Batch, strategy: St
     Raises:
         PlanMismatchError: The losses differ by more than rounding explains.
     """
-    if sum(parameter.numel() for parameter in skeleton.model.parameters()) > MAX_PARAMETERS:
+    strategy, mesh = stepper.strategy, stepper.mesh
+    if sum(parameter.numel() for parameter in skeleton.template.parameters()) > MAX_PARAMETERS:
         return None
     input_ids, labels = batch.input_ids[:1, :MAX_TOKENS], batch.labels[:1, :MAX_TOKENS]  # [1, T]
     num_tokens = int((labels[:, 1:] != IGNORE_INDEX).sum())
     if num_tokens == 0:
         return None
-    row = Batch(input_ids=input_ids, labels=labels, position_ids=batch.position_ids[:1, :MAX_TOKENS]).to(mesh.device)
+    row = Batch(input_ids=input_ids, labels=labels, position_ids=batch.position_ids[:1, :MAX_TOKENS])
     with forward_only(skeleton.model):
-        ours = summed_loss(skeleton.model, row, "sdpa").item() / num_tokens
+        summed = losses_of(stepper, [row]).cpu()
+    if mesh.pipeline is not None:  # only the last stages know it
+        dist.all_reduce(summed, group=mesh.control)
+        summed *= mesh.num_stages / dist.get_world_size(mesh.control)
+    ours = summed.item() / num_tokens
     theirs = [_plain_loss(skeleton, folder, input_ids, labels) if mesh.is_first else 0.0]
     dist.broadcast_object_list(theirs, src=0, group=mesh.control)
     tolerance = TOLERANCES[compute_dtype(strategy)]

@@ -50,7 +50,7 @@ from shardwise.trainer.sentinels.samples import check_effective_batch
 from shardwise.trainer.sentinels.watch import watch_of
 from shardwise.trainer.sentinels.world import check_world
 from shardwise.trainer.state import DataPosition, RunState, app_state
-from shardwise.trainer.step import Stepper
+from shardwise.trainer.step import Stepper, pipeline_of
 from shardwise.trainer.tracking import Tracking
 from shardwise.trainer.weights import load_pretrained_sharded
 from shardwise.vocabulary import codec
@@ -179,7 +179,7 @@ def compare_with_plain(run: RunFile, parts: LoopParts, strategy: Strategy, mesh:
         first = next(micro for micro in parts.train.plan.micro_batches(0) if not micro.is_empty)
         alone = MicroBatch(rows=(first.rows[0][:1],))
         batch = collate(parts.train.tokenized, alone, dataclasses.replace(parts.train.collate, layout="padded"))
-        said = check_first_loss(parts.skeleton, weights_folder(run), batch, strategy, mesh)
+        said = check_first_loss(parts.skeleton, weights_folder(run), batch, parts.stepper)
         because = "it is too large to be loaded twice, or its first document has nothing to learn"
     parts.progress.say(said or f"First loss not compared with the plain model: {because}.")
 
@@ -216,13 +216,15 @@ def build_model(run: RunFile, strategy: Strategy, mesh: RankMesh, config: Any) -
         use_dora=run.use_dora,
         use_rslora=run.use_rslora,
     )
-    skeleton = build_skeleton(config, strategy, lora, run.attn_implementation, trust_remote_code=run.trust_remote_code)
+    skeleton = build_skeleton(
+        config, strategy, lora, run.attn_implementation, stage=mesh.stage, trust_remote_code=run.trust_remote_code
+    )
     parallelize(skeleton, mesh, strategy)
     materialize(skeleton, mesh.device, strategy)
     if run.random_init:
         initialize(skeleton, run.seed, mesh.device)
     else:
-        load_pretrained_sharded(skeleton.adapted, weights_folder(run))
+        load_pretrained_sharded(skeleton.adapted, weights_folder(run), whole=skeleton.template)
         initialize_adapters(skeleton, run.seed, mesh.device)
     verify_wrapping(skeleton, mesh, strategy)
     check_buffers(skeleton.model, skeleton.buffers)
@@ -272,6 +274,7 @@ def assemble(start: RunStart) -> tuple[LoopParts, Sampler | None]:
         mesh=mesh,
         max_grad_norm=run.max_grad_norm,
         attention=run.attn_implementation,
+        pipeline=pipeline_of(skeleton, mesh, strategy, run.attn_implementation),
     )
     start.memory.model, start.memory.optimizer = skeleton.model, optimizer
     position, state = DataPosition(plan), RunState()
@@ -304,7 +307,9 @@ def assemble(start: RunStart) -> tuple[LoopParts, Sampler | None]:
         hang=start.hang,
     )
     sampler = None
-    if run.sample_prompt is not None and prepared.tokenizer is not None:
+    if run.sample_prompt is not None and strategy.pp > 1:
+        progress.say("No sample answers during this run: its layers lie on several stages. Ask the exported model.")
+    elif run.sample_prompt is not None and prepared.tokenizer is not None:
         sampler = Sampler(
             model=skeleton.model,
             tokenizer=prepared.tokenizer,

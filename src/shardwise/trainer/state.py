@@ -90,4 +90,5 @@ def app_state(
         mesh={str(axis): strategy.degree(axis) for axis in Axis},
         strategy=codec.to_data(strategy),
         seed=seed,
+        num_frozen=skeleton.num_frozen,
     )

@@ -5,7 +5,8 @@ is under way; a step whose norm is not finite is skipped by the fused optimizer 
 card. Only optimizers without that flag make the host look at the norm.
 
 [Note: true norm] Clipping uses the norm of the whole gradient: squares of the local parts, summed over dp_shard by one
-all_reduce of one number. Replicas hold the same parts, so dp_replicate is not summed over.
+all_reduce of one number, and over the stages of a pipeline by another. Replicas hold the same parts, so dp_replicate is
+not summed over; a weight that two stages share counts on one of them.
 
 [Note: empty micro-batch] A rank without samples still forwards and backwards a dummy, because the others gather and
 reduce with it; its labels are all -100, so its loss and gradients are zero.
@@ -22,10 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.axes.pipeline.apply import chunks_of
 from shardwise.levers.accumulation.apply import loss_scale
 from shardwise.trainer.data.collate import Batch, document_causal_mask
 from shardwise.trainer.mesh import RankMesh
+from shardwise.trainer.model import Skeleton
 from shardwise.trainer.parallelize import before_micro_batch
+from shardwise.trainer.pipeline_step import Passes, Pipeline
 from shardwise.vocabulary.strategy import Strategy
 
 # One kernel for a list of tensors; torch exports no public name for them.
@@ -38,7 +42,8 @@ class StepOutcome:
     """What a step leaves on the device; reading it waits for the step."""
 
     loss: Tensor
-    """This rank's share of the step's mean loss a supervised token: the sum over ranks is the loss. []"""
+    """This rank's share of the step's mean loss a supervised token, 0 on stages without the loss: the sum over ranks is
+    the loss, counted as often as ranks share a tensor (`RankMesh.loss_copies`). []"""
     grad_norm: Tensor
     """Norm of the whole gradient before clipping. []"""
     skipped: Tensor
@@ -56,6 +61,8 @@ class Stepper:
     max_grad_norm: float
     """0 turns clipping off; the norm is computed all the same."""
     attention: str = "sdpa"
+    pipeline: Pipeline | None = None
+    """What drives the stages; None without a pipeline."""
 
     def run(
         self,
@@ -84,6 +91,8 @@ class Stepper:
     def backward(self, batches: Iterable[Batch], num_batches: int, num_tokens: int) -> Tensor:
         """Forward and backward of every micro-batch; returns this rank's share of the loss: []."""
         scale = loss_scale(self.strategy, num_tokens)
+        if self.pipeline is not None:
+            return self.pipeline.backward(list(batches), scale) / max(num_tokens, 1)
         total: Tensor | None = None
         for index, batch in enumerate(batches):
             before_micro_batch(self.model, self.strategy, is_last=index == num_batches - 1)
@@ -96,7 +105,8 @@ class Stepper:
     def clip(self) -> Tensor:
         """Scales all gradients so that their norm is at most max_grad_norm; returns the norm before: []."""
         gradients = local_gradients(self.optimizer)
-        norm = global_norm(gradients, self.mesh)
+        elsewhere = self.pipeline.counted_elsewhere() if self.pipeline is not None else None
+        norm = global_norm(local_gradients(self.optimizer, but=elsewhere), self.mesh)
         if self.max_grad_norm > 0:
             factor = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             foreach_mul_(gradients, factor.to(gradients[0].dtype))
@@ -120,6 +130,27 @@ def summed_loss(model: nn.Module, batch: Batch, attention: str) -> Tensor:
     return model(**model_inputs(batch, attention), loss_labels=batch.labels, loss_rows=batch.loss_rows)
 
 
+def pipeline_of(skeleton: Skeleton, mesh: RankMesh, strategy: Strategy, attention: str) -> Pipeline | None:
+    """What drives the stages of a wrapped model; None without a pipeline. Every rank must call it."""
+    if strategy.pp == 1:
+        return None
+
+    def forward(chunk: nn.Module, batch: Batch, hidden: Tensor | None) -> Tensor:
+        inputs = model_inputs(batch, attention)
+        if hidden is not None:
+            del inputs["input_ids"]
+            inputs["inputs_embeds"] = hidden
+        if chunk is last:
+            inputs["loss_labels"] = batch.labels
+        return chunk(**inputs)
+
+    def before_backward(chunk: nn.Module, is_last: bool) -> None:
+        before_micro_batch(chunk, strategy, is_last=is_last)
+
+    last = chunks_of(skeleton.model)[-1] if mesh.is_last_stage else None
+    return Pipeline(skeleton, mesh, strategy, Passes(forward=forward, before_backward=before_backward))
+
+
 def model_inputs(batch: Batch, attention: str) -> dict[str, Any]:
     """What the model's forward takes.
 
@@ -139,10 +170,10 @@ def model_inputs(batch: Batch, attention: str) -> dict[str, Any]:
     return inputs | {"attention_mask": mask}
 
 
-def local_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """This rank's part of every gradient, in the order of the optimizer's parameters."""
+def local_gradients(optimizer: torch.optim.Optimizer, *, but: nn.Parameter | None = None) -> list[Tensor]:
+    """This rank's part of every gradient, in the order of the optimizer's parameters; one may be left out."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [one.grad for one in parameters if one.grad is not None and one is not but]
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
@@ -154,4 +185,6 @@ def global_norm(gradients: Sequence[Tensor], mesh: RankMesh) -> Tensor:
     shards = mesh.data.get_group(mesh.data.ndim - 1)
     if dist.get_world_size(shards) > 1:
         dist.all_reduce(square, group=shards)
+    if mesh.pipeline is not None:
+        dist.all_reduce(square, group=mesh.pipeline.get_group())
     return square.sqrt()

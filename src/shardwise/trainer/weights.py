@@ -125,13 +125,14 @@ def unpeft(model: nn.Module) -> nn.Module:
     return cast(nn.Module, get_base()) if callable(get_base) else model
 
 
-def load_pretrained_sharded(model: nn.Module, folder: str | Path) -> LoadedWeights:
+def load_pretrained_sharded(model: nn.Module, folder: str | Path, *, whole: nn.Module | None = None) -> LoadedWeights:
     """Fill a model from the safetensors files of a Hugging Face folder.
 
     Args:
         model: A transformers model, plain, sharded, tensor-parallel or with PEFT adapters around it, on its device. Its
             parameters keep their type; what is stored in another floating-point type is converted.
         folder: Holds `model.safetensors`, or `model.safetensors.index.json` and its shards.
+        whole: The whole model, where `model` is a stage's part of it; its other names may be in the files.
 
     Returns:
         What was read on this rank.
@@ -143,6 +144,9 @@ def load_pretrained_sharded(model: nn.Module, folder: str | Path) -> LoadedWeigh
     folder = Path(folder)
     sources = find_sources(folder)
     targets = _targets(model)
+    if whole is not None:
+        elsewhere = set(_targets(whole)) - set(targets)
+        sources = {name: source for name, source in sources.items() if name not in elsewhere}
     ignored, problems = _compare(model, sources, targets, folder)
     if problems:
         raise CheckpointError(*problems)

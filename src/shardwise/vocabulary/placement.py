@@ -69,9 +69,9 @@ class Placement:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Blocks of this stage; the first stages take one more where layers do not divide."""
-        base, rest = divmod(self.model.num_hidden_layers, self.strategy.pp)
-        return base + (1 if self.stage < rest else 0)
+        """Blocks of this stage, all its chunks together."""
+        layers, pp, chunks = self.model.num_hidden_layers, self.strategy.pp, self.strategy.virtual_stages
+        return sum(len(blocks_of_chunk(layers, pp * chunks, self.stage + pp * turn)) for turn in range(chunks))
 
     @property
     def tokens(self) -> int:
@@ -132,12 +132,13 @@ class Placement:
     def groups(self) -> tuple[Group, ...]:
         """The parameter groups of this rank, in the order of the forward pass.
 
-        Blocks each; the embedding alone where it is not tied; the root holds what is left. As the engine wraps them.
+        Blocks each; the embedding alone where it is not tied to a head on the same rank; the root holds what is left,
+        if anything. As the engine wraps them.
         """
         model, tp = self.model, self.strategy.tp
         table = -(-model.embedding_parameters // tp)
         groups: list[Group] = []
-        separate = self.is_first and not model.tie_word_embeddings
+        separate = self.is_first and (not model.tie_word_embeddings or self.strategy.pp > 1)
         if separate:
             groups.append(self._group("embedding", 1, table))
         groups.append(self._group("block", self.num_blocks, self.block_elements, self.adapter_elements))
@@ -205,6 +206,16 @@ class Placement:
             chunks = 2 * (strategy.pp - 1 - self.stage) + (strategy.virtual_stages - 1) * strategy.pp + 1
             return min(strategy.accumulation, chunks / strategy.virtual_stages)
         return min(strategy.accumulation, strategy.pp - self.stage)
+
+
+def blocks_of_chunk(num_layers: int, num_chunks: int, chunk: int) -> range:
+    """The blocks of one chunk of a pipeline, by number; the first chunks take one more where layers do not divide.
+
+    Chunk c lies on stage c modulo pp; without interleaving a stage is one chunk.
+    """
+    base, rest = divmod(num_layers, num_chunks)
+    start = chunk * base + min(chunk, rest)
+    return range(start, start + base + (1 if chunk < rest else 0))
 
 
 def adapted(model: ModelShape, lora: LoraSettings) -> tuple[LinearShape, ...]:

@@ -3,9 +3,14 @@
 With p stages and m micro-batches the idle share of a step is (p - 1) / (m + p - 1) for GPipe and 1F1B,
 (p - 1) / (v m + p - 1) with v chunks a rank, and about a third of 1F1B's for the zero-bubble schedule
 (arXiv:1811.06965, 2104.04473, 2401.10241).
+
+[Note: tied ends] A tied embedding and head lie on the first and on the last stage: both hold the weight, their
+gradients are added once a step between the two, and both make the same update.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job
@@ -15,35 +20,67 @@ from shardwise.vocabulary.strategy import Axis, Strategy
 from shardwise.vocabulary.timeline import Collective
 
 SOURCE = "GPipe, arXiv:1811.06965; 1F1B and interleaving, arXiv:2104.04473; zero bubble, arXiv:2401.10241"
+INTERLEAVING = ("interleaved_1f1b", "zero_bubble")
+"""Schedules that take several chunks a stage."""
 
 
 def legal(job: Job, cluster: Cluster, strategy: Strategy) -> tuple[Refusal, ...]:
-    """Stages need layers and micro-batches; a stage keeps its weights between micro-batches."""
+    """Stages need layers and micro-batches, and a schedule that fits the rest."""
     del cluster
-    pp, layers = strategy.pp, job.model.num_hidden_layers
-    if pp == 1:
+    if strategy.pp == 1:
         return ()
-    refusals: list[Refusal] = []
-    chunks = pp * strategy.virtual_stages
+    found = list(problems(strategy))
+    layers, chunks = job.model.num_hidden_layers, strategy.pp * strategy.virtual_stages
     if layers < chunks:
         message = f"{job.model.name} has {layers} layers, fewer than {chunks} pipeline stages; use at most {layers}"
-        refusals.append(Refusal(strategy=strategy, rule="layers_fill_stages", message=message))
-    if strategy.accumulation < pp:
-        message = f"{strategy.accumulation} micro-batches leave most of {pp} stages idle; use at least {pp}"
-        refusals.append(Refusal(strategy=strategy, rule="micro_batches_fill_stages", message=message))
-    if strategy.pipeline_schedule == "interleaved_1f1b" and strategy.accumulation % pp:
-        message = f"interleaved 1F1B needs micro-batches in multiples of {pp}, not {strategy.accumulation}"
-        refusals.append(Refusal(strategy=strategy, rule="interleaving_divides", message=message))
+        found.append(("layers_fill_stages", message))
+    if strategy.accumulation < strategy.pp:
+        message = (
+            f"{strategy.accumulation} micro-batches leave most of {strategy.pp} stages idle; use at least {strategy.pp}"
+        )
+        found.append(("micro_batches_fill_stages", message))
+    elif strategy.pipeline_schedule in INTERLEAVING and not divides(strategy.accumulation, strategy.pp):
+        message = (
+            f"{strategy.pipeline_schedule} passes {strategy.accumulation} micro-batches in "
+            f"{strategy.accumulation // strategy.pp} equal rounds; use a multiple of {strategy.pp}"
+        )
+        found.append(("interleaving_divides", message))
+    return tuple(Refusal(strategy=strategy, rule=rule, message=message) for rule, message in found)
+
+
+def problems(strategy: Strategy) -> Iterator[tuple[str, str]]:
+    """What a pipeline cannot be combined with, whatever the model: rule and sentence."""
+    schedule = strategy.pipeline_schedule
+    if strategy.pp == 1:
+        return
+    if strategy.virtual_stages > 1 and schedule not in INTERLEAVING:
+        message = (
+            f"{schedule} has one chunk a stage, not {strategy.virtual_stages}; use interleaved_1f1b or zero_bubble"
+        )
+        yield "chunks_need_interleaving", message
     if strategy.zero_stage == 3:
         message = "ZeRO-3 would gather a stage's weights again for each micro-batch; use stage 1 or 2 inside a pipeline"
-        refusals.append(Refusal(strategy=strategy, rule="no_regathering_in_pipeline", message=message))
-    if job.model.tie_word_embeddings:
+        yield "no_regathering_in_pipeline", message
+    if schedule == "zero_bubble" and strategy.zero_stage == 2:
         message = (
-            f"{job.model.name} ties its head to the embedding, which a pipeline puts on different cards; "
-            "use sharding or tensor parallel"
+            "zero_bubble computes the weights' gradients late, when ZeRO-2 has given the weights back; "
+            "use stage 0 or 1, or 1f1b"
         )
-        refusals.append(Refusal(strategy=strategy, rule="tied_head_in_one_stage", message=message))
-    return tuple(refusals)
+        yield "zero_bubble_keeps_weights", message
+    if schedule == "zero_bubble" and strategy.compile_blocks:
+        message = "zero_bubble takes the backward of a block apart, a compiled one is one piece; use 1f1b or no compile"
+        yield "zero_bubble_splits_backward", message
+    if strategy.tuning != "full" and strategy.virtual_stages > 1:
+        message = f"adapters are not cut into {strategy.virtual_stages} chunks a stage; use virtual_stages 1"
+        yield "adapters_in_one_chunk", message
+    if strategy.offload != "none":
+        message = "the schedules keep a stage's weights on its card; use more shards or stages instead of offloading"
+        yield "no_offload_in_pipeline", message
+
+
+def divides(num_micro_batches: int, num_stages: int) -> bool:
+    """Whether an interleaved schedule can pass them in equal rounds of at least `num_stages`."""
+    return num_micro_batches % max(1, num_micro_batches // num_stages) == 0
 
 
 def idle_share(strategy: Strategy) -> float:
@@ -54,34 +91,77 @@ def idle_share(strategy: Strategy) -> float:
     idle = float(stages - 1)
     if strategy.pipeline_schedule == "zero_bubble":
         idle /= 3
-    if strategy.pipeline_schedule == "interleaved_1f1b":
+    if strategy.pipeline_schedule in INTERLEAVING:
         idle /= strategy.virtual_stages
     return idle / (micro_batches + idle)
 
 
 def sends(place: Placement) -> tuple[Collective, ...]:
-    """Hidden states to the next stage, their gradients to the one before."""
-    strategy = place.strategy
-    if strategy.pp == 1:
+    """Hidden states to the next stage, their gradients to the one before; norm and tied gradients once a step."""
+    if place.strategy.pp == 1:
         return ()
-    hidden = place.tokens * place.model.hidden_size * place.element_bytes
-    hidden //= strategy.tp if strategy.sequence_parallel else 1
-    count = strategy.accumulation * strategy.virtual_stages
-    messages: list[Collective] = []
-    for during, has_peer in (("forward", not place.is_last), ("backward", not place.is_first)):
-        if has_peer or strategy.virtual_stages > 1:
-            messages.append(
-                Collective(
-                    op="send",
-                    axis=Axis.PP,
-                    ranks=2,
-                    bytes=hidden,
-                    count=count,
-                    site="root",
-                    during="forward" if during == "forward" else "backward",
-                    name="send hidden states" if during == "forward" else "send their gradients",
-                    formula=f"{place.element_bytes} B x {place.tokens:,} tokens x {place.model.hidden_size}",
-                    source=SOURCE,
-                )
+    return (*_hidden_states(place), *_tied_gradients(place), _norm(place))
+
+
+def _hidden_states(place: Placement) -> Iterator[Collective]:
+    """Every chunk but the last of all sends forward, every one but the first backward."""
+    strategy = place.strategy
+    size = place.tokens * place.model.hidden_size * place.element_bytes
+    size //= strategy.tp if strategy.sequence_parallel else 1
+    ends = {"forward": place.is_last, "backward": place.is_first}
+    for during, name in (("forward", "send hidden states"), ("backward", "send their gradients")):
+        chunks = strategy.virtual_stages - (1 if ends[during] else 0)
+        if chunks:
+            yield Collective(
+                op="send",
+                axis=Axis.PP,
+                ranks=2,
+                bytes=size,
+                count=strategy.accumulation * chunks,
+                site="root",
+                during="forward" if during == "forward" else "backward",
+                name=name,
+                formula=f"{place.element_bytes} B x {place.tokens:,} tokens x {place.model.hidden_size}",
+                source=SOURCE,
             )
-    return tuple(messages)
+
+
+def _tied_gradients(place: Placement) -> Iterator[Collective]:
+    """[Note: tied ends]."""
+    ends = place.group("embedding") if place.is_first else place.group("root") if place.is_last else None
+    if not place.model.tie_word_embeddings or ends is None:
+        return
+    table = ends.trainable - (place.model.hidden_size if place.is_last else 0)
+    if table > 0:  # not where adapters train alone
+        yield Collective(
+            op="all_reduce",
+            axis=Axis.PP,
+            ranks=2,
+            bytes=-(-table // place.strategy.dp_shard) * place.master_bytes,
+            count=1,
+            site="step",
+            during="optimizer",
+            every="step",
+            hides_behind="nothing",
+            name="all_reduce of the tied embedding's gradient",
+            formula=f"{place.master_bytes} B x {table:,} / {place.strategy.dp_shard}",
+            source="trainer/pipeline_step.py, [Note: tied ends]",
+        )
+
+
+def _norm(place: Placement) -> Collective:
+    """The sum of squares over the stages, for clipping by the norm of the whole gradient."""
+    return Collective(
+        op="all_reduce",
+        axis=Axis.PP,
+        ranks=place.strategy.pp,
+        bytes=4,
+        count=1,
+        site="step",
+        during="optimizer",
+        every="step",
+        hides_behind="nothing",
+        name="all_reduce of the gradient's norm over the stages",
+        formula="one fp32 number",
+        source="trainer/step.py, [Note: true norm]",
+    )

@@ -41,5 +41,9 @@ def before_micro_batch(root: nn.Module, strategy: Strategy, *, is_last: bool) ->
 
 
 def _stays(strategy: Strategy) -> bool:
-    """Whether the copies in compute dtype stay on the card for the step, because the masters are on the host."""
-    return strategy.offload == "optimizer"
+    """Whether the copies in compute dtype stay on the card for the step.
+
+    Because the masters are on the host; or because a pipeline asks for the gradients of weights long after the backward
+    that would give the copies back.
+    """
+    return strategy.offload == "optimizer" or (strategy.pp > 1 and strategy.pipeline_schedule == "zero_bubble")

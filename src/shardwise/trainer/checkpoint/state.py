@@ -18,6 +18,7 @@ import hashlib
 import json
 import platform
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata as packages
@@ -28,11 +29,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.optim import Optimizer
 
+from shardwise.axes.pipeline.apply import CHUNKS
 from shardwise.errors import CheckpointError
 from shardwise.trainer.checkpoint.manifest import Manifest
 
 FlatState = dict[str, Any]
 _WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_CHUNK: Final = re.compile(rf"(^|\.){CHUNKS}\.\d+\.")
 _PACKAGES: Final = ("torch", "transformers", "peft", "safetensors", "bitsandbytes", "torchao")
 _VOLATILE_CONFIG: Final = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
@@ -62,7 +65,7 @@ class AppState:
     """Everything that a resumed run needs to go on as if it had never stopped."""
 
     model: nn.Module
-    """The model, sharded or not, wrapped or not. Several parts of a pipeline: an `nn.ModuleList` and `rename`."""
+    """The model, sharded or not, wrapped or not; or what a stage of a pipeline holds of it."""
     optimizers: Sequence[Optimizer] = ()
     """Every optimizer over the model's parameters."""
     extra: Mapping[str, HasState] = field(default_factory=dict[str, HasState])
@@ -77,6 +80,8 @@ class AppState:
     """The strategy as plain JSON, for the reader of a manifest."""
     seed: int = 0
     """The run's seed; new random streams are derived from it if the number of ranks has changed."""
+    num_frozen: int | None = None
+    """Elements of the frozen parameters of the whole model, where `model` is a stage's part of it."""
     rename: Callable[[str], str] = same_name
     """A name in `model` to the name in the plain model, for pipeline stages whose layers are renumbered."""
 
@@ -98,10 +103,10 @@ class Restored:
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without what compile, activation checkpointing and DDP put into it."""
+    """A parameter's name without what compile, checkpointing, DDP and several chunks of a pipeline put into it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
-    return name
+    return _CHUNK.sub(r"\1", name) if CHUNKS in name else name
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -126,7 +131,7 @@ def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str
         Tensors that share their memory with the model's.
     """
     model = unwrap(model)
-    state = get_model_state_dict(model)
+    state = {clean_name(name): value for name, value in get_model_state_dict(model).items()}
     parameters = {clean_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
@@ -143,8 +148,12 @@ def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str
     return tensors
 
 
-def base_identity(model: nn.Module) -> str:
+def base_identity(model: nn.Module, num_frozen: int | None = None) -> str:
     """A short name for the model that adapters belong to: its configuration and size, not its weights.
+
+    Args:
+        model: The model, or a stage's part of it.
+        num_frozen: Elements of the frozen parameters of all stages; None: those of `model`.
 
     Two bases of the same shape with other weights have the same identity; a checkpoint of adapters cannot tell them
     apart.
@@ -153,7 +162,9 @@ def base_identity(model: nn.Module) -> str:
     described: dict[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
     kept = {key: value for key, value in described.items() if key not in _VOLATILE_CONFIG}
     text = json.dumps(kept, sort_keys=True, default=str)
-    count = sum(parameter.numel() for parameter in unwrap(model).parameters() if not parameter.requires_grad)
+    count = num_frozen
+    if count is None:
+        count = sum(parameter.numel() for parameter in unwrap(model).parameters() if not parameter.requires_grad)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]} frozen:{count}"
 
 
@@ -177,7 +188,7 @@ def describe(state: AppState, world_size: int) -> dict[str, Any]:
         "counters": dict(state.counters),
         "seed": state.seed,
         "trainable_only": state.trainable_only,
-        "base_model": base_identity(state.model) if state.trainable_only else None,
+        "base_model": base_identity(state.model, state.num_frozen) if state.trainable_only else None,
         "versions": versions(),
     }
 
@@ -293,7 +304,7 @@ def check_base(state: AppState, manifest: Manifest) -> list[str]:
     if bool(manifest.about.get("trainable_only")) != state.trainable_only:
         holds = "only trainable parameters" if manifest.about.get("trainable_only") else "all parameters"
         return [f"The checkpoint holds {holds}, this run wants otherwise. Resume with the same tuning."]
-    if state.trainable_only and stored != (current := base_identity(state.model)):
+    if state.trainable_only and stored != (current := base_identity(state.model, state.num_frozen)):
         return [f"The checkpoint belongs to the base model {stored}, this run has {current}. Give the same base model."]
     return []
 

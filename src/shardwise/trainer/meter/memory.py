@@ -18,7 +18,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from shardwise.axes.pipeline.apply import chunks_of
 from shardwise.vocabulary.memory import Category
 
 Phase = Literal["forward", "loss", "backward", "optimizer"]
@@ -171,12 +172,14 @@ class MemoryWatch(TorchDispatchMode):
             if self._phase == "forward":  # not where a chunk of the loss is computed again
                 self._enter("loss")
 
-        return [
-            self._model.register_forward_pre_hook(entering("forward"), prepend=True),
-            self._model.get_output_embeddings().register_forward_pre_hook(entering_head),
-            self._model.register_forward_hook(entering("backward")),
-            self._optimizer.register_step_pre_hook(entering("optimizer")),
-        ]
+        hooks: list[Any] = [self._optimizer.register_step_pre_hook(entering("optimizer"))]
+        for chunk in chunks_of(self._model):
+            hooks.append(chunk.register_forward_pre_hook(entering("forward"), prepend=True))
+            hooks.append(chunk.register_forward_hook(entering("backward")))
+            head: Any = cast(Any, chunk).get_output_embeddings()
+            if head is not None:  # not on stages of a pipeline that end with hidden states
+                hooks.append(head.register_forward_pre_hook(entering_head))
+        return hooks
 
     def _enter(self, phase: Phase) -> None:
         if self._phase == "backward":  # it is over: what it made and left alive is gradients

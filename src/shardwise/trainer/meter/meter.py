@@ -19,7 +19,7 @@ from shardwise.trainer.meter.times import StepClock, StepProfile
 from shardwise.trainer.meter.wire import Tally, WireCount, counting_calls
 from shardwise.vocabulary.measured import CountedCollective, Measured
 from shardwise.vocabulary.memory import Category
-from shardwise.vocabulary.strategy import Strategy
+from shardwise.vocabulary.strategy import Axis, Strategy
 from shardwise.vocabulary.timeline import StepTimeline
 
 WATCHED, PROFILED, FIRST_TIMED = 1, 2, 3
@@ -199,7 +199,9 @@ class Meter:
         self._gradient_bytes = stored_bytes(self._options.model).gradients
 
     def _lane(self, op: str) -> str:
-        """The axis that carries an op: replicas are reduced, shards gathered and scattered."""
+        """The axis that carries an op: replicas are reduced, shards gathered and scattered, stages sent to."""
+        if op == "send":
+            return str(Axis.PP)
         names = self._options.mesh.data.mesh_dim_names or ("dp_shard",)
         return names[0] if op == "all_reduce" else names[-1]
 

@@ -2,7 +2,8 @@
 
 On a card the profiler's kernels are the truth: those of NCCL are wire, all others compute; wire is exposed where no
 other kernel runs; what neither covers is the host's. On the CPU gloo's messages block the thread that computes, so
-every second inside a message is exposed, and the rest is compute.
+every second inside a message is exposed, and the rest is compute. Between the stages of a pipeline waiting is waiting:
+nobody can tell a message that is on its way from one that the other stage has not sent yet, so both count as exposed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import schedules
 
 from shardwise.vocabulary.timeline import COMPUTE_LANE, Span, StepTimeline
 
@@ -27,6 +29,8 @@ _BLOCKING = (
     "all_to_all_single",
 )
 """torch.distributed's functions that wait; some under two names, of older and newer versions."""
+_WAIT = "_wait_batch_p2p"
+"""Where torch's pipeline schedules wait for a neighbor stage."""
 _MERGE_GAP_SECONDS = 20e-6
 """Kernels that follow within this are one span."""
 _MAX_SPANS = 2000
@@ -132,7 +136,8 @@ class StepProfile:
 @contextlib.contextmanager
 def _timed_messages(messages: list[tuple[str, float, float]]) -> Generator[None]:
     """Notes name, start and seconds of every blocking message inside."""
-    originals = {name: getattr(dist, name) for name in _BLOCKING if hasattr(dist, name)}
+    originals = {(dist, name): getattr(dist, name) for name in _BLOCKING if hasattr(dist, name)}
+    originals[schedules, _WAIT] = getattr(schedules, _WAIT)
     depth = 0
 
     def timed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,13 +153,13 @@ def _timed_messages(messages: list[tuple[str, float, float]]) -> Generator[None]
 
         return call
 
-    for name, original in originals.items():
-        setattr(dist, name, timed(name, original))
+    for (module, name), original in originals.items():
+        setattr(module, name, timed(name, original))
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+        for (module, name), original in originals.items():
+            setattr(module, name, original)
 
 
 def _cpu_spans(
@@ -172,6 +177,8 @@ def _cpu_spans(
 
 
 def _op_name(name: str) -> str:
+    if name == _WAIT:
+        return "send"
     return name.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")
 
 

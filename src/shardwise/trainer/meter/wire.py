@@ -1,11 +1,13 @@
 """Messages: every collective of one step, its group and size, by the definitions of nccl-tests.
 
 Sizes: for all_reduce and broadcast the bytes of one rank's tensor; for all_gather, reduce_scatter and all_to_all the
-bytes of the whole, all ranks' parts together.
+bytes of the whole, all ranks' parts together. A send is between two ranks, whatever the size of the group that it is
+ordered in.
 
 [Note: counting compiled steps] A dispatch mode sees every collective, but the compiler gives a block up for good when
 it meets one. Steps with compiled blocks are therefore counted at the calls of `torch.distributed`, which `fully_shard`
-makes outside the blocks; collectives inside a compiled block (tensor parallel) are not seen there.
+makes outside the blocks, and a pipeline's sends where they are ordered; collectives inside a compiled block (tensor
+parallel) are not seen there.
 """
 
 from __future__ import annotations
@@ -51,7 +53,6 @@ _CALLS: dict[str, CollectiveOp] = {
     "reduce_scatter_tensor": "reduce_scatter",
     "broadcast": "broadcast",
     "all_to_all_single": "all_to_all",
-    "send": "send",
 }
 
 
@@ -95,7 +96,7 @@ class WireCount(TorchDispatchMode):
         if op is not None:
             group = _group(args)
             if group is not None:
-                self._tally.add(op, group.size(), _size(op, args, result))
+                self._tally.add(op, 2 if op == "send" else group.size(), _size(op, args, result))
         return result
 
 
@@ -115,11 +116,20 @@ def counting_calls(tally: Tally) -> Generator[None]:
 
         return call
 
+    made = dist.P2POp.__init__
+
+    def counted_send(self: Any, op: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        made(self, op, tensor, *args, **kwargs)
+        if op is dist.isend:
+            tally.add("send", 2, tensor.numel() * tensor.element_size())
+
     for name in _CALLS:
         setattr(dist, name, counted(name))
+    dist.P2POp.__init__ = counted_send
     try:
         yield
     finally:
+        dist.P2POp.__init__ = made
         for name, function in own.items():
             setattr(dist, name, function)
 

@@ -42,6 +42,7 @@ _PLACES: tuple[tuple[str, str, Instant], ...] = (
     ("_fsdp_collectives.py", "foreach_reduce", Instant.REDUCE_FIRST),
     ("torch/autograd/", "", Instant.BACKWARD_FIRST),
     ("trainer/step.py", "summed_loss", Instant.FORWARD),
+    ("trainer/pipeline_step.py", "forward_one_chunk", Instant.FORWARD),
 )
 _OUTER = (Instant.SAVE, Instant.EVALUATION, Instant.LOAD)
 """Instants that stay what they are, whatever is called inside."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.axes.fully_shard_apply import fsdp_modules
+from shardwise.axes.pipeline.apply import layers_of
 from shardwise.errors import PlanMismatchError
+from shardwise.levers.adapters.apply_nf4 import PACKED
 from shardwise.levers.precision.apply import compute_dtype, master_dtype
 from shardwise.trainer.checkpoint.state import clean_name
 from shardwise.trainer.mesh import RankMesh
-from shardwise.trainer.model import Skeleton
+from shardwise.trainer.model import Skeleton, aliases_of
 from shardwise.trainer.parallelize import find_groups, plain_class
 from shardwise.trainer.sentinels.words import MAX_NAMED
 from shardwise.vocabulary.strategy import Axis, Strategy
@@ -25,18 +29,20 @@ def verify_wrapping(skeleton: Skeleton, mesh: RankMesh, strategy: Strategy) -> N
         PlanMismatchError: A module is wrapped otherwise than planned; each is named.
     """
     problems = _group_problems(skeleton, strategy) + _parameter_problems(skeleton.model, mesh, strategy)
+    problems += _stage_problems(skeleton, mesh)
     if problems:
         more = [f"... and {len(problems) - MAX_NAMED} more."] if len(problems) > MAX_NAMED else []
         raise PlanMismatchError(*problems[:MAX_NAMED], *more)
 
 
 def _group_problems(skeleton: Skeleton, strategy: Strategy) -> list[str]:
-    groups = find_groups(skeleton)
     manages_frozen = strategy.zero_stage == 3
-    wanted = {id(groups.root): "root"}
-    for site, module in groups.inner():
-        if manages_frozen or any(parameter.requires_grad for parameter in module.parameters()):
-            wanted[id(module)] = site
+    wanted: dict[int, str] = {}
+    for groups in find_groups(skeleton):
+        wanted[id(groups.root)] = "root"
+        for site, module in groups.inner():
+            if manages_frozen or any(parameter.requires_grad for parameter in module.parameters()):
+                wanted[id(module)] = site
     names = {id(module): clean_name(name) or "the root" for name, module in skeleton.model.named_modules()}
     found = {id(module) for module in fsdp_modules(skeleton.model)}
     return [
@@ -60,6 +66,35 @@ def _parameter_problems(model: nn.Module, mesh: RankMesh, strategy: Strategy) ->
         elif isinstance(parameter, DTensor):
             problems.extend(_placement_problem(clean_name(name), parameter, mesh))
     return problems
+
+
+def _stage_problems(skeleton: Skeleton, mesh: RankMesh) -> list[str]:
+    """All stages together hold every parameter of the model; each layer lies on one stage, ties on both ends."""
+    if mesh.pipeline is None:
+        return []
+    mine = {clean_name(name): parameter.numel() for name, parameter in skeleton.model.named_parameters()}
+    everyone: list[Any] = [None] * dist.get_world_size(mesh.control)
+    dist.all_gather_object(everyone, (mesh.stage, mine, layers_of(skeleton.model)), group=mesh.control)
+    problems: list[str] = []
+    holders: dict[str, set[int]] = {}
+    for stage, names, layers in everyone:
+        for name in (*names, *(f"layer {number}" for number in layers)):
+            holders.setdefault(name, set()).add(stage)
+    for name, _ in skeleton.template.named_parameters():
+        if not any(plain == name for plain in map(_without_adapter, holders)):
+            problems.append(f"{name} is on no stage of the pipeline.")
+    shared = {name for names in aliases_of(skeleton.template) for name in names}
+    for name, stages in sorted(holders.items()):
+        if len(stages) > 1 and name not in shared:
+            problems.append(
+                f"{name} is on the stages {', '.join(map(str, sorted(stages)))} of the pipeline, not on one."
+            )
+    return problems
+
+
+def _without_adapter(name: str) -> str:
+    """The name that a base weight had before adapters came."""
+    return name.replace(".base_layer.", ".").replace(f".{PACKED}", ".weight")
 
 
 def _placement_problem(name: str, parameter: DTensor, mesh: RankMesh) -> list[str]:
