@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from shardwise.planner.uncertainty import needed_bytes
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -63,7 +61,7 @@ def test_nine_of_ten_readings_lie_in_their_interval(score: Any, scores: list[Any
         measured = each.case.measured
         if each.is_known("memory"):
             used = score.memory_of(each.case)
-            assert needed_bytes(used) <= used.device_bytes
+            assert used.needed_bytes <= used.device_bytes
             low, high = interval(each.memory_bytes, memory_spread(used))
             inside["memory"].append(low <= measured.memory_bytes <= high)
         if each.is_known("time"):
@@ -79,7 +77,8 @@ def test_our_own_engine(score: Any) -> None:
     """Runs of the engine whose costs these are: with the cluster file of their machine, no constant fitted to them."""
     errors = [run.errors() for run in score.own_engine()]
     assert len(errors) >= 8
-    for what, mean, worst in (("allocated", 0.01, 0.02), ("step", 0.03, 0.08)):
+    limits = (("allocated", 0.01, 0.02), ("reserved", 0.04, 0.09), ("device", 0.04, 0.09), ("step", 0.03, 0.08))
+    for what, mean, worst in limits:
         found = [abs(error[what]) for error in errors]
         assert sum(found) / len(found) <= mean, what
         assert max(found) <= worst, what

@@ -31,6 +31,11 @@ from shardwise.vocabulary.timeline import Site
 SOURCE = "torch.distributed.fsdp.fully_shard, [Note: what fully_shard holds]"
 
 
+WHOLE_GRADIENTS = "whole gradients"
+GATHER_OUTPUTS = ("all_gather output", "next all_gather output")
+"""Names of terms; which stream's memory they lie in is in `gather_pool_bytes` and `planner/memory.py`."""
+
+
 def managed_bytes(place: Placement, group: Group) -> int:
     """Bytes of one group when gathered: what `fully_shard` manages of it, in compute dtypes."""
     frozen = place.frozen_bytes_of(group) if place.shards_frozen else 0.0
@@ -111,8 +116,8 @@ def gradients(place: Placement) -> tuple[Term, ...]:
     terms: list[Term] = []
     if strategy.accumulation > 1 and (whole or strategy.offload == "none"):
         early = span(Instant.FORWARD, Instant.BACKWARD_LAST)
-        formula = f"from earlier micro-batches, {'whole' if whole else 'sharded'}"
-        terms.append(_gradient("accumulated gradients", kept, early, formula))
+        name = WHOLE_GRADIENTS if whole else "accumulated gradients"
+        terms.append(_gradient(name, kept, early, "from earlier micro-batches"))
     if strategy.offload != "none":
         return tuple(terms)
     if not whole:
@@ -144,6 +149,16 @@ def _gradient(name: str, num_bytes: int, alive: tuple[Instant, ...], formula: st
     return Term(category=Category.GRADIENT, name=name, bytes=num_bytes, alive=alive, formula=formula, source=SOURCE)
 
 
+def gather_pool_bytes(place: Placement) -> int:
+    """The most that all_gathers' outputs take at once: two blocks', or embedding's or root's before them.
+
+    They are allocated on a stream of their own (`all_gather_copy_in_stream`), whose memory no other stream may use.
+    """
+    if place.strategy.dp_shard == 1:
+        return 0
+    return max((managed_bytes(place, group) * (2 if group.site == "block" else 1) for group in place.groups), default=0)
+
+
 def gathered(place: Placement) -> tuple[Term, ...]:
     """Unsharded copies and the all_gather's buffers."""
     block = place.group("block")
@@ -161,8 +176,9 @@ def gathered(place: Placement) -> tuple[Term, ...]:
     if place.strategy.dp_shard > 1:
         buffered = tuple(instant for instant in (*held, Instant.LOSS) if instant is not Instant.BACKWARD_LAST)
         ahead = (Instant.FORWARD, Instant.EVALUATION)
-        terms.append(_temporary("all_gather output", one, buffered, "of this block in forward, the next in backward"))
-        terms.append(_temporary("next all_gather output", one, ahead, "of the next block, while this one's is held"))
+        this, following = GATHER_OUTPUTS
+        terms.append(_temporary(this, one, buffered, "of this block in forward, the next in backward"))
+        terms.append(_temporary(following, one, ahead, "of the next block, while this one's is held"))
     return tuple(terms)
 
 

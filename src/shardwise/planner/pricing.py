@@ -28,7 +28,7 @@ def price(
     tokens_per_s = strategy.global_batch_size * job.typical_length(strategy.micro_batch_size) / step.seconds
     place = Placement(job=job, strategy=strategy)
     peak = cluster.gpu.peak_flops.get("bf16" if strategy.precision != "fp32" else "fp32", 0.0) * strategy.num_ranks
-    low, high = interval(used.device_bytes, memory_spread(used))
+    low, high = interval(used.needed_bytes, memory_spread(used))
     return Candidate(
         strategy=strategy,
         memory=used,

@@ -23,9 +23,7 @@ HEADROOM_BYTES = 2 * GB
 """Kept free on a card of 16 GB or more, as practice advises (2 to 3 GB)."""
 ACCEPTED_PROBABILITY = 0.05
 """A plan that runs out of memory more often than this is no plan."""
-CACHED = "cached blocks"
-"""Name of the term that the allocator gives back before it runs out."""
-_STATIC = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER)
+STATIC = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER)
 
 
 def usable_bytes(cluster: Cluster) -> int:
@@ -35,30 +33,45 @@ def usable_bytes(cluster: Cluster) -> int:
 
 
 def needed_bytes(memory: MemoryBreakdown) -> int:
-    """Device memory without what the allocator would give back."""
-    return memory.device_bytes - sum(term.bytes for term in memory.terms if term.name == CACHED)
+    """Device memory that cannot be given back."""
+    return memory.needed_bytes
 
 
 def memory_spread(memory: MemoryBreakdown) -> float:
-    """One standard deviation of device memory, bytes."""
+    """One standard deviation of the memory that is needed, bytes."""
     by_category = memory.by_category()
-    static = sum(by_category[category] for category in _STATIC)
-    return STATIC_SPREAD * static + MOVING_SPREAD * (needed_bytes(memory) - static)
+    return spread_of(memory.needed_bytes, sum(by_category[category] for category in STATIC))
+
+
+def spread_of(needed: int, static: int) -> float:
+    """One standard deviation of needed memory, of which `static` bytes are weights, gradients and moments."""
+    return STATIC_SPREAD * static + MOVING_SPREAD * (needed - static)
 
 
 def probability_of_oom(memory: MemoryBreakdown, cluster: Cluster) -> float:
     """Chance that the memory that is needed exceeds the whole card."""
+    return chance_above_card(memory.needed_bytes, memory_spread(memory), cluster)
+
+
+def chance_above_card(needed: int, spread: float, cluster: Cluster) -> float:
+    """Chance that a normal value around `needed` exceeds the whole card."""
     total = cluster.gpu.cuda_memory_bytes or cluster.gpu.memory_bytes
-    spread, needed = memory_spread(memory), needed_bytes(memory)
     if spread <= 0:
         return float(needed > total)
     return 0.5 * math.erfc((total - needed) / (spread * math.sqrt(2)))
 
 
 def fits(memory: MemoryBreakdown, cluster: Cluster) -> bool:
-    """Within the card less its headroom, and unlikely to run out."""
-    within = memory.device_bytes <= usable_bytes(cluster)
-    return within and probability_of_oom(memory, cluster) <= ACCEPTED_PROBABILITY
+    """Within the card less its headroom, and unlikely to run out; cached blocks do not count."""
+    by_category = memory.by_category()
+    return room_for(memory.needed_bytes, sum(by_category[category] for category in STATIC), cluster)
+
+
+def room_for(needed: int, static: int, cluster: Cluster) -> bool:
+    """The same for `needed` bytes, of which `static` are weights, gradients and moments."""
+    if needed > usable_bytes(cluster):
+        return False
+    return chance_above_card(needed, spread_of(needed, static), cluster) <= ACCEPTED_PROBABILITY
 
 
 def time_spread(cluster: Cluster) -> float:

@@ -17,8 +17,10 @@ equal), so the peak is at one of them:
 
 [Note: totals]
 allocated is what torch hands out (`max_memory_allocated`), reserved adds what its allocator holds beyond that, device
-adds what lies outside the allocator: context, libraries' workspaces, communicators. Whether a plan fits is judged on
-device.
+adds what lies outside the allocator: context, libraries' workspaces, communicators. These three are what a run shows.
+
+needed is device without the cached blocks, which the allocator gives back before it runs out. It is what runs out, so
+whether a plan fits, the chance that it does not, and the interval beside both are those of needed.
 """
 
 from __future__ import annotations
@@ -79,6 +81,9 @@ def span(first: Instant, last: Instant) -> tuple[Instant, ...]:
     return STEP[STEP.index(first) : STEP.index(last) + 1]
 
 
+CACHED = "cached blocks"
+"""Name of the term that the allocator gives back before it runs out."""
+_INSTANTS = tuple(Instant)
 Level = Literal["allocated", "reserved", "device"]
 _LEVELS: tuple[Level, ...] = ("allocated", "reserved", "device")
 
@@ -108,13 +113,13 @@ class MemoryBreakdown:
 
     @cached_property
     def _totals(self) -> dict[Level, dict[Instant, int]]:
-        own: dict[Level, dict[Instant, int]] = {level: dict.fromkeys(Instant, 0) for level in _LEVELS}
+        own: dict[Level, dict[Instant, int]] = {level: dict.fromkeys(_INSTANTS, 0) for level in _LEVELS}
         for term in self.terms:
             row = own[term.level]
             for instant in term.alive:
                 row[instant] += term.bytes
         for below, level in itertools.pairwise(_LEVELS):
-            for instant in Instant:
+            for instant in _INSTANTS:
                 own[level][instant] += own[below][instant]
         return own
 
@@ -141,6 +146,16 @@ class MemoryBreakdown:
     def device_bytes(self) -> int:
         """Peak of what the driver counts for this process."""
         return self.at(self.peak_instant, "device")
+
+    @property
+    def cached_bytes(self) -> int:
+        """Blocks that the allocator holds free and gives back before it runs out."""
+        return sum(term.bytes for term in self.terms if term.name == CACHED)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Peak of device memory that cannot be given back; what a plan is judged on."""
+        return self.device_bytes - self.cached_bytes
 
     def by_category(self, instant: Instant | None = None) -> dict[Category, int]:
         """Bytes of each category at one instant (the peak if None), all levels included."""

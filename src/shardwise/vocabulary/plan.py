@@ -39,9 +39,9 @@ class Candidate:
     counted) over the card's dense peak."""
     fits: bool
     probability_of_oom: float
-    """Chance that device memory runs out, from the spread of past predictions."""
+    """Chance that the memory which is needed exceeds the card, from the spread of past predictions."""
     memory_interval_bytes: tuple[int, int]
-    """Device memory: 5th and 95th percentile."""
+    """Of the same quantity, `memory.needed_bytes`: 5th and 95th percentile. Cached blocks come on top of it."""
     step_interval_seconds: tuple[float, float]
     """Step time: 5th and 95th percentile."""
     host_bytes: int = 0

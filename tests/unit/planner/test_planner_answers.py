@@ -15,9 +15,9 @@ from shardwise.planner.answer import make_plan
 from shardwise.planner.memory import memory
 from shardwise.planner.pricing import price
 from shardwise.planner.search import Wishes, survey
-from shardwise.planner.uncertainty import CACHED, needed_bytes, usable_bytes
+from shardwise.planner.uncertainty import needed_bytes, usable_bytes
 from shardwise.vocabulary.job import Job, SequenceLengths
-from shardwise.vocabulary.memory import Category, Instant
+from shardwise.vocabulary.memory import CACHED, Category, Instant
 from shardwise.vocabulary.placement import Placement
 from shardwise.vocabulary.strategy import Checkpointing, Strategy
 from shardwise.vocabulary.units import GB

@@ -217,7 +217,22 @@ def test_predictions_are_finite_and_positive(case: tuple[Job, Strategy], card: s
     assert step.exposed_wire_seconds <= step.wire_seconds * (1 + 1e-9)
     assert candidate.tokens_per_s > 0
     assert 0 <= candidate.probability_of_oom <= 1
-    assert candidate.memory_interval_bytes[0] <= candidate.memory.device_bytes <= candidate.memory_interval_bytes[1]
+    needed, (low, high) = candidate.memory.needed_bytes, candidate.memory_interval_bytes
+    assert low <= needed <= high
+    assert needed + candidate.memory.cached_bytes == candidate.memory.device_bytes
+
+
+@QUICK
+@given(case=cases(), card=st.sampled_from(CARDS))
+def test_chance_and_interval_are_of_the_same_memory(case: tuple[Job, Strategy], card: str) -> None:
+    """An interval that ends below the card leaves at most 5 % to run out, and the other way round."""
+    cluster = cluster_of(card, 8, 8)
+    candidate = price(case[0], cluster, case[1])
+    total = cluster.gpu.cuda_memory_bytes or cluster.gpu.memory_bytes
+    chance, high = candidate.probability_of_oom, candidate.memory_interval_bytes[1]
+    assert (high <= total) == (chance <= 0.05) or math.isclose(high, total, rel_tol=1e-3)
+    if candidate.fits:
+        assert candidate.memory.device_bytes <= total, "cached blocks are given back before they would not fit"
 
 
 @QUICK
