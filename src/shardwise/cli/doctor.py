@@ -30,8 +30,8 @@ class Options:
     """Also time copies and collectives, in child processes with a time limit; the cards must be idle."""
     risky: bool = False
     """With --run: force P2P between cards that NCCL keeps apart, last of all; it may hang them until a reboot."""
-    seconds: float = 60.0
-    """With --run: the limit of each child process."""
+    seconds: float | None = None
+    """With --run: the limit of each child process; 60 s if nothing is said."""
     log: str | None = None
     """A NCCL log (of NCCL_DEBUG=INFO), plain or gzip, of this machine or of another."""
     pid: tuple[int, ...] = ()

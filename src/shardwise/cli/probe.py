@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from shardwise.errors import UsageError
 from shardwise.probe.options import ProbeOptions
+
+_MEASURING = ("quick", "ranks", "nodes", "device", "checkpoint_dir", "budget", "out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,7 @@ class Options:
 def run(options: Options) -> int:
     """Measure, show, and return 0."""
     if options.inventory:
+        _refuse_measuring(options)
         sys.stdout.write(_inventory(options.json))
         return 0
     from shardwise.probe.launch import probe
@@ -60,6 +64,21 @@ def run(options: Options) -> int:
     if options.out is not None:
         _say(f"wrote {options.out}; next: shardwise plan MODEL --cluster {options.out}")
     return 0
+
+
+def _refuse_measuring(options: Options) -> None:
+    """Refuse flags of a measurement beside --inventory.
+
+    Raises:
+        UsageError: With every such flag.
+    """
+    unset = Options()
+    given = [name for name in _MEASURING if getattr(options, name) != getattr(unset, name)]
+    if given:
+        raise UsageError(
+            f"--inventory measures nothing, so {', '.join('--' + name.replace('_', '-') for name in given)} would be "
+            "without effect; leave one or the other out"
+        )
 
 
 def probe_options(options: Options) -> ProbeOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,15 +11,18 @@ from pathlib import Path
 
 from shardwise.doctor.checks import ALL_CHECKS
 from shardwise.doctor.findings import Answer, Check, Finding, Gap, Severity, merge_equal
-from shardwise.doctor.log_records import NcclLog
 from shardwise.doctor.measurements import Measurement
 from shardwise.doctor.nccl_log import read_nccl_log
+from shardwise.doctor.nccl_log.records import NcclLog
 from shardwise.doctor.scene import Scene, find_version, local_hosts
 from shardwise.doctor.switches import gather_switches
 from shardwise.doctor.transport import predict
 from shardwise.errors import UsageError
 from shardwise.facts.machine.read import read_machine
 from shardwise.facts.machine.record import Limits, Machine, Unreadable
+
+CHILD_SECONDS = 60.0
+"""Time limit of an experiment, where nothing is said."""
 
 
 class Verdict(IntEnum):
@@ -45,8 +49,8 @@ class DoctorOptions:
     """Also copy and run collectives, in child processes with a time limit. Needs torch and idle cards."""
     risky: bool = False
     """With `run`: also force P2P between cards that NCCL keeps apart. It may hang the cards until a reboot."""
-    seconds: float = 60.0
-    """With `run`: time limit of each child process."""
+    seconds: float | None = None
+    """With `run`: time limit of each child process; 60 s if nothing is said."""
     wire_bytes_per_step: int | None = None
     """Bytes that one rank sends in a training step (from a plan), to put losses in milliseconds."""
     compute_seconds_per_step: float | None = None
@@ -54,7 +58,7 @@ class DoctorOptions:
     root: Path = Path("/")
     """`/`, or the directory of a recorded machine."""
     record: Path | None = None
-    """New directory in which to record everything that is read, for a bug report."""
+    """New directory in which to record everything that is read, for a bug report; one that is there must be empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +115,8 @@ def diagnose(options: DoctorOptions, *, environment: Mapping[str, str] | None = 
     if options.run and scene.cards:  # without cards the inventory says what is wrong
         from shardwise.doctor.experiments import run_experiments
 
-        measurements = run_experiments(scene, seconds=options.seconds, risky=options.risky)
+        seconds = CHILD_SECONDS if options.seconds is None else options.seconds
+        measurements = run_experiments(scene, seconds=seconds, risky=options.risky)
         scene = gather(machine, environment, log, options, measurements)
     return examine(scene, ALL_CHECKS, look_at_machine=_wants_machine(options, scene))
 
@@ -124,8 +129,15 @@ def _check(options: DoctorOptions) -> None:
         )
     if options.run and options.root != Path("/"):
         problems.append(f"--run measures this machine, and {options.root} is a recording; leave one of them out.")
-    if options.seconds <= 0:
-        problems.append(f"A time limit of {options.seconds:g} s is none; give a positive number of seconds.")
+    if options.seconds is not None:
+        if not options.run:
+            problems.append(
+                "--seconds limits the experiments, and there are none without --run; add --run, or leave --seconds out."
+            )
+        if not (math.isfinite(options.seconds) and options.seconds > 0):
+            problems.append(f"A time limit of {options.seconds:g} s is none; give a positive number of seconds.")
+    if options.record is not None and (words := _cannot_record(options.record)):
+        problems.append(words)
     if options.wire_bytes_per_step is not None and options.wire_bytes_per_step < 0:
         problems.append(f"{options.wire_bytes_per_step} bytes a step cannot be; give the plan's bytes, at least 0.")
     problems.extend(
@@ -135,6 +147,23 @@ def _check(options: DoctorOptions) -> None:
     )
     if problems:
         raise UsageError(*problems)
+
+
+def _cannot_record(folder: Path) -> str:
+    """Why a recording cannot be made there; empty if it can."""
+    try:
+        if folder.is_dir():
+            inside = sorted(path.name for path in folder.iterdir())
+            if inside:
+                listed = f"{', '.join(inside[:3])}{' ...' if len(inside) > 3 else ''}"
+                return (
+                    f"The folder {str(folder)!r} holds {listed}, and a recording wants one of its own; give a new name."
+                )
+        elif folder.exists():
+            return f"{str(folder)!r} is a file; give the name of a new folder for the recording."
+    except OSError as error:
+        return f"The folder {str(folder)!r} cannot be used for a recording: {error.strerror}. Give another."
+    return ""
 
 
 def gather(
@@ -229,7 +258,7 @@ def _log_gaps(scene: Scene) -> list[Gap]:
                 command="NCCL_DEBUG=INFO NCCL_DEBUG_FILE=/tmp/nccl.%h.%p.log torchrun ...",
             )
         )
-    elif not log.edges and not log.notices and not log.warnings:
+    elif not log.edges:
         found.append(
             Gap(
                 check="log",

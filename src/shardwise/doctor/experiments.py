@@ -29,9 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from shardwise.doctor.log_records import NcclLog
 from shardwise.doctor.measurements import Measurement, MeasurementKind
 from shardwise.doctor.nccl_log import read_nccl_log
+from shardwise.doctor.nccl_log.records import NcclLog
 from shardwise.doctor.relevance import why_no_effect
 from shardwise.doctor.scene import Scene
 from shardwise.doctor.switches import variables

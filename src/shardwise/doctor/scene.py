@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardwise.doctor.findings import Cost
-from shardwise.doctor.log_records import LogEdge, NcclLog, version_numbers
 from shardwise.doctor.measurements import Measurement
+from shardwise.doctor.nccl_log.records import LogEdge, NcclLog, version_numbers
 from shardwise.doctor.switches import Switches
 from shardwise.doctor.thresholds import typical_rate
 from shardwise.doctor.transport import Prediction

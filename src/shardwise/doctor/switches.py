@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import yaml
 
-from shardwise.doctor.log_records import NcclLog
+from shardwise.doctor.nccl_log.records import NcclLog
 from shardwise.errors import UsageError, nearest_names
 from shardwise.facts.machine.record import Machine, Unreadable
 

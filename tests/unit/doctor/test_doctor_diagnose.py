@@ -304,7 +304,91 @@ def test_log_without_nccl_is_no_healthy_log(content: bytes, tmp_path: Path) -> N
     assert "NCCL_DEBUG=INFO" in render_text(found)
 
 
+def judge_log(text: str, tmp_path: Path) -> Diagnosis:
+    """A log of other machines, judged alone."""
+    (tmp_path / "far.log").write_text(text)
+    root = build(tmp_path / "m", Spec(hostname="laptop", nvml=False))
+    return diagnose(DoctorOptions(root=root, log=tmp_path / "far.log"), environment={})
+
+
+def test_garbage_with_one_warning_is_not_healthy(tmp_path: Path) -> None:
+    warned = "far:1:2 [0] somewhere.cc:12 NCCL WARN The flux capacitor is at 3 of 7\n"
+    found = judge_log("hello\n\x00\x01\nworld\n" + warned, tmp_path)
+    assert found.verdict is Verdict.FINDINGS
+    (finding,) = found.findings
+    assert (finding.check, finding.severity.name, finding.certainty.name) == ("log-errors", "RISK", "POSSIBLE")
+    assert "flux capacitor" in finding.headline
+    assert any("the log has none" in gap.why for gap in found.gaps if gap.essential)
+
+
+def test_a_log_at_level_warn_without_warnings_was_not_looked_at(tmp_path: Path) -> None:
+    assert judge_log("NCCL version 2.27.5+cuda12.9\n", tmp_path).verdict is Verdict.COULD_NOT_LOOK
+
+
+GAVE_UP = "[rank{0}]: [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={1}, OpType=ALLREDUCE, "
+STATUS = "[rank{0}]: [PG 0 Rank {0}] at work: {1}, detected by watchdog at work: {1}, last enqueued NCCL work: {2}, "
+
+
+def hanging(calls: dict[int, int], number: int) -> str:
+    return "".join(
+        GAVE_UP.format(rank, min(number, last + 1)) + "NumelIn=1) ran for 600000 milliseconds before timing out.\n"
+        + STATUS.format(rank, min(number, last + 1), last) + f"last completed NCCL work: {number - 1}.\n"
+        for rank, last in calls.items()
+    )  # fmt: skip
+
+
+def test_a_rank_that_never_called_is_told_from_a_wire_that_hangs(tmp_path: Path) -> None:
+    everyone = judge_log(hanging({0: 9, 1: 9}, 7), tmp_path)
+    assert [f.headline for f in everyone.findings] == [
+        "torch gave up ALLREDUCE number 7 after 600 s: 2 rank(s) waited in it"
+    ]
+    (tmp_path / "b").mkdir()
+    absent = judge_log(hanging({0: 9}, 7) + hanging({1: 6}, 7), tmp_path / "b")
+    assert "rank 1 never called it" in absent.findings[0].headline
+    assert "fault of the program" in absent.findings[0].fix
+
+
+def test_what_follows_from_a_fault_is_a_note_beside_it(tmp_path: Path) -> None:
+    closed = "far:1:2 [0] misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer far2<57557>\n"
+    refused = (
+        "far:1:2 [0] misc/socket.cc:9 NCCL WARN socketStartConnect: Connect to far2<1> failed : Connection refused\n"
+    )
+    trace = "far:1:2 [0] NCCL INFO misc/socket.cc:567 -> 2\n"
+    alone = judge_log(closed, tmp_path)
+    assert [f.headline for f in alone.findings] == ["a peer closed the connection: another rank died first"]
+    (tmp_path / "b").mkdir()
+    both = judge_log(refused + closed + trace, tmp_path / "b")
+    assert [f.check for f in both.findings] == ["reachability"]
+    assert [f.check for f in both.notes] == ["log-errors"]
+    (tmp_path / "c").mkdir()
+    only_trace = judge_log(trace, tmp_path / "c")
+    assert [(f.check, f.headline) for f in only_trace.findings] == [
+        ("log-errors", "a call to the system or to a library failed (ncclSystemError)")
+    ]
+
+
 # ---- bad input
+
+
+def test_a_recording_wants_a_folder_of_its_own(tmp_path: Path) -> None:
+    root = build(tmp_path / "m", Spec())
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    (tmp_path / "file").touch()
+    for name, words in (("full", "holds thesis.tex"), ("file", "is a file")):
+        with pytest.raises(UsageError, match=words):
+            diagnose(DoctorOptions(root=root, record=tmp_path / name))
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.tex"]
+    (tmp_path / "empty").mkdir()
+    diagnose(DoctorOptions(root=root, record=tmp_path / "empty"), environment={})
+    assert (tmp_path / "empty" / "answers.json").is_file()
+
+
+def test_a_time_limit_without_experiments_is_refused() -> None:
+    with pytest.raises(UsageError, match="none without --run"):
+        diagnose(DoctorOptions(seconds=30))
+    with pytest.raises(UsageError, match="A time limit of nan s is none"):
+        diagnose(DoctorOptions(run=True, seconds=float("nan")))
 
 
 def test_all_problems_of_the_options_at_once(tmp_path: Path) -> None:
@@ -312,7 +396,7 @@ def test_all_problems_of_the_options_at_once(tmp_path: Path) -> None:
         diagnose(
             DoctorOptions(root=build(tmp_path, Spec()), risky=True, seconds=0, pids=(999,), wire_bytes_per_step=-1)
         )
-    assert len(caught.value.problems) == 4
+    assert len(caught.value.problems) == 5
 
 
 def test_a_folder_that_is_no_recording(tmp_path: Path) -> None:

@@ -10,13 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.doctor import nccl_log
-from shardwise.doctor.log_records import LogEdge, LogTree, NcclLog
-from shardwise.doctor.nccl_log import parse_nccl_log, read_nccl_log
+from shardwise.doctor.nccl_log import collector, parse_nccl_log, read, read_nccl_log
+from shardwise.doctor.nccl_log.records import LogEdge, LogTimeout, LogTree, NcclLog
+from shardwise.doctor.nccl_log.shapes import SHAPES, Shape
 from shardwise.errors import UsageError
 
 LINES = Path(__file__).parent / "nccl_log_lines.txt"
 """Real lines; the comment above each block names version and source, hosts and addresses are replaced."""
+MORE = Path(__file__).parent / "nccl_log_lines_more.txt"
+TABLES = (
+    "versions", "edges", "rings", "ring_links", "trees", "channels", "networks", "plugins", "devices", "bootstrap",
+    "switches", "communicators", "choices", "graphs", "topology", "nvls_available", "nvls_heads", "p2p_summary",
+    "warnings", "notices", "results", "timeouts",
+)  # fmt: skip
 PRE = "node-a:2144:2556 [2] NCCL INFO "
 
 
@@ -263,13 +269,34 @@ def test_graph_topology_timings_and_summary() -> None:
     "prefix",
     [
         "[rank3]:", "[0] ", "[1,0]<stdout>:", "2026-01-02T03:04:05.678Z ", "(Worker pid=123) ", "worker-0 | ",
-        "[2026-03-13 22:26:02] ", '{"log":"', "\x1b[32m", "",
+        "[2026-03-13 22:26:02] ", '{"log":"', '{"time":"2026-01-02","message":"', "\x1b[32m", "\x1b]0;title\x07", "",
+        "0: ", "[default0]:", "[rank0]: ", "10:02:33 ", " 45%|####  | 9/20 [00:01<00:01]\r", "node-a: ",
     ],
 )  # fmt: skip
 def test_prefixes_by_launchers(prefix: str) -> None:
-    tail = '\\n","stream":"stdout"}' if prefix.startswith("{") else ""
-    log = parse_nccl_log(f"{prefix}{PRE}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM{tail}\r\n")
+    tail = {'{"log":"': '\\n","stream":"stdout"}', '{"time"': '"}'}.get(prefix[:8], "\r 50%|##")
+    log = parse_nccl_log(
+        f"{prefix}{PRE}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM{tail}\r\n"
+        f"{prefix}{PRE}NCCL_ALGO set by environment to Ring{tail}\r\n"
+    )
     assert [(edge.host, edge.via) for edge in log.edges] == [("node-a", "P2P/CUMEM")]
+    assert [(switch.host, switch.pid, switch.value) for switch in log.switches] == [("node-a", 2144, "Ring")]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig"])
+def test_encodings_of_windows(encoding: str, tmp_path: Path) -> None:
+    text = f"{PRE}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\r\n" * 3
+    mark = b"\xfe\xff" if encoding == "utf-16-be" else b""
+    (tmp_path / "log").write_bytes(mark + text.encode(encoding))
+    log = read_nccl_log(tmp_path / "log")
+    assert [(edge.host, edge.via) for edge in log.edges] == [("node-a", "P2P/CUMEM")]
+    assert (log.num_lines, log.num_unreadable_lines, log.ends_mid_line) == (3, 0, False)
+
+
+def test_carriage_returns_alone() -> None:
+    log = parse_nccl_log(f"{PRE}Using network IB\r{PRE}NCCL_ALGO set by environment to Ring\r")
+    assert log.networks == (("node-a", "IB"),)
+    assert [switch.value for switch in log.switches] == ["Ring"]
 
 
 def test_lines_glued_together() -> None:
@@ -299,10 +326,91 @@ def test_the_same_switch_is_kept_for_every_process() -> None:
     assert [switch.pid for switch in parse_nccl_log(text).switches] == [1, 2]
 
 
+def filled(log: NcclLog) -> dict[str, tuple[object, ...]]:
+    """The tables in which there is something."""
+    return {name: getattr(log, name) for name in TABLES if getattr(log, name)}
+
+
+def flat(record: object) -> str:
+    """All values of a record, for a sample to be found in."""
+    values = list(vars(record).values()) if hasattr(record, "__dataclass_fields__") else [record]
+    return " ".join(str(value) for value in values)
+
+
+@pytest.mark.parametrize("line", [line for line in MORE.read_text().splitlines() if line and not line.startswith("#")])
+def test_more_real_lines(line: str) -> None:
+    wanted, _, printed = line.partition(" | ")
+    table, *sample = wanted.split()
+    log = parse_nccl_log(printed.removeprefix("| ") + "\n")
+    tables = filled(log)
+    if table == "-":
+        assert not tables, tables
+        return
+    assert table in tables, tables
+    text = flat(tables[table][0])
+    for word in sample:
+        assert word in text, (word, text)
+    # Nothing else is read into it; a warning is also told as such, and a plugin that is missing as a notice.
+    others = set(tables) - {table}
+    assert others <= ({"warnings", "plugins"} if table == "notices" else {"notices"}), tables
+    if "NCCL WARN" in printed:
+        (warning,) = log.warnings
+        assert warning.known == (table == "notices")
+    hosts = {getattr(record, "host", "") for records in tables.values() for record in records}
+    assert not {host for host in hosts if host.isdigit() or ":" in host or "<" in host}
+    if "node-a" in printed and table not in ("topology", "rings", "trees", "graphs", "choices", "p2p_summary"):
+        assert any("node-a" in flat(record) for record in tables[table])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.example[:40])
+def test_every_shape_reads_its_own_example(shape: Shape) -> None:
+    log = parse_nccl_log(PRE + shape.example + "\n")
+    assert filled(log) or log.nvls_groups
+    assert bool(shape.first) != bool(shape.part)
+
+
 def test_torch_watchdog() -> None:
-    log = parse_nccl_log("[rank1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) "
-                         "ran for 600000 milliseconds before timing out.\n")  # fmt: skip
-    assert [notice.kind for notice in log.notices] == ["collective_timeout"]
+    log = parse_nccl_log(
+        "[rank1]: [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran for "
+        "600000 milliseconds before timing out.\n"
+        "[rank1]: [PG 1 Rank 1] detected by watchdog at work: 5, last enqueued NCCL work: 7, "
+        "last completed NCCL work: 4.\n"
+    )
+    told = LogTimeout(rank=1, sequence=5, op="ALLREDUCE", seconds=600.0, enqueued=7, completed=4)
+    assert log.timeouts == (told,)
+
+
+def test_words_after_last_error() -> None:
+    log = parse_nccl_log(
+        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.\n"
+        "Last error:\nsocketStartConnect: Connect to 192.0.2.1<4> failed : Connection refused\nconnection refused\n"
+    )
+    assert [(found.result, found.calls) for found in log.results] == [("system", 1)]
+    assert [notice.kind for notice in log.notices] == ["connection_refused"]
+    assert log.notices[0].calls == 1  # only the line that follows; other programs' words are not NCCL's
+
+
+# ---- what comes again and again
+
+
+def test_every_warning_is_counted_and_the_first_thousand_are_read() -> None:
+    """Beyond that a warning that differs in numbers only is counted, so that 200 MB of them take seconds."""
+    late = "NET/IB : Got completion from peer 192.0.2.1<{}> with status={} opcode=1 len=0 vendor err 129"
+    lines = [f"node-a:1:2 [0] transport/net_ib.cc:101 NCCL WARN {late.format(i, 12 if i else 4)}" for i in range(5_000)]
+    log = parse_nccl_log("\n".join(lines) + "\n")
+    (warning,) = log.warnings
+    assert (warning.calls, warning.known) == (5_000, True)
+    assert {notice.kind for notice in log.notices} == {"ib_completion_timeout", "ib_completion_protection"}
+
+
+def test_counters_are_passed_over_and_errors_among_them_are_not() -> None:
+    lines = [
+        f"{PRE}AllReduce: opCount {i:x} sendbuff 0x{i:x} count 1 comm 0x1 [nranks=8] stream 0x55" for i in range(3_000)
+    ]
+    lines += [f"{PRE}misc/socket.cc:{i} -> 7" for i in range(3_000)]
+    log = parse_nccl_log("\n".join([*lines, f"{PRE}misc/socket.cc:567 -> 2"]) + "\n")
+    assert [(found.result, found.where) for found in log.results] == [("system", "misc/socket.cc:567")]
+    assert log.num_nccl_lines == 6_001
 
 
 # ---- bad input
@@ -350,8 +458,9 @@ def test_empty_log(tmp_path: Path) -> None:
 
 def test_memory_stays_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten times the lines, hardly more memory."""
-    monkeypatch.setattr(nccl_log, "_MAX_CACHED", 300)
-    monkeypatch.setattr(nccl_log, "_CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr(collector, "MAX_CACHED", 300)
+    monkeypatch.setattr(read, "MAX_CACHED", 300)
+    monkeypatch.setattr(read, "CHUNK_BYTES", 1 << 14)
     peaks: list[int] = []
     for times in (1, 10):
         with (tmp_path / "big.log").open("w") as stream:

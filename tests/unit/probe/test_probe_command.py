@@ -68,3 +68,9 @@ def test_what_makes_no_sense_is_told(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "torchrun --nnodes=2" in capsys.readouterr().err
     assert main(["probe", "--qick"]) == 2
     assert "--quick" in capsys.readouterr().err
+
+
+def test_an_inventory_takes_no_flags_of_a_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--inventory", "--quick", "--budget", "5", "--out", "c.yaml", "--checkpoint-dir", "."]) == 2
+    text = capsys.readouterr().err
+    assert "--quick, --checkpoint-dir, --budget, --out would be without effect" in text

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shardwise.doctor.checks.common import network_severity
 from shardwise.doctor.findings import AbTest, Answer, Certainty, Check, Evidence, Finding, Severity, gap
-from shardwise.doctor.log_records import LogEdge
+from shardwise.doctor.nccl_log.records import LogEdge
 from shardwise.doctor.scene import Scene
 from shardwise.facts.machine.pci import pci_path
 from shardwise.facts.machine.record import PathType, Unreadable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.doctor.findings import AbTest, Answer, Certainty, Check, Evidence, Finding, Severity
-from shardwise.doctor.log_records import NoticeKind
+from shardwise.doctor.nccl_log.records import NoticeKind
 from shardwise.doctor.scene import Scene
 
 _MEANINGS: dict[NoticeKind, tuple[str, str]] = {

@@ -1,7 +1,7 @@
 """What a NCCL log says, as records: one frozen dataclass for every kind of line that matters.
 
-The parser in `nccl_log.py` fills them. Ranks are ranks of the communicator that printed the line; a device id is text
-as printed: a bus id in hex up to NCCL 2.18.1, the NVML index in decimal from 2.18.3.
+`shapes.py` says which line fills which of them. Ranks are ranks of the communicator that printed the line; a device id
+is text as printed: a bus id in hex up to NCCL 2.18.1, the NVML index in decimal from 2.18.3.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ NoticeKind = Literal[
     "ib_completion_protection",
     "ib_completion_error",
     "ib_qp_timeout",
+    "ib_setup_failed",
     "ib_async_event",
     "nvls_failure",
     "fabric_not_ready",
@@ -37,15 +38,21 @@ NoticeKind = Literal[
     "connection_refused",
     "connection_timeout",
     "connection_closed",
+    "stray_connection",
     "no_socket_interface",
     "iommu_not_passthrough",
     "no_ib_device",
     "net_plugin_missing",
     "cuda_failure",
-    "collective_timeout",
+    "out_of_memory",
+    "knock_on",
+    "switch_ignored",
     "invalid_switch_value",
     "affinity",
 ]
+Result = Literal["cuda", "system", "internal", "argument", "usage", "remote"]
+"""What a call of NCCL came back with: ncclUnhandledCudaError (1), ncclSystemError (2), ncclInternalError (3),
+ncclInvalidArgument (4), ncclInvalidUsage (5), ncclRemoteError (6)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +185,45 @@ class LogCommunicator:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogPlugin:
+    """What a log says of a plugin."""
+
+    host: str
+    kind: str
+    """NET, COLLNET, TUNER, PROFILER, ENV, GIN, RMA or P2P."""
+    name: str
+    """As printed: a name, or the file that was looked for."""
+    loaded: bool
+    """False if it was looked for and not found, which is usual where none is installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogResult:
+    """A call that came back with an error: a line `file.cc:12 -> 2`, or torch's `ncclSystemError: ...`."""
+
+    host: str
+    result: Result
+    where: str
+    """The first place that said so, which is nearest to the cause; or torch's words."""
+    calls: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogTimeout:
+    """A collective on which torch's watchdog gave up, as one rank saw it; None where no line said it."""
+
+    rank: int
+    sequence: int | None
+    """Number of the collective; torch before 2.0 does not say it."""
+    op: str = ""
+    seconds: float | None = None
+    enqueued: int | None = None
+    """The last collective that this rank had called."""
+    completed: int | None = None
+    """The last one that had ended on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogChoice:
     """Algorithm and protocol chosen for one size (subsystem TUNING)."""
 
@@ -220,6 +266,8 @@ class LogWarning:
     message: str
     calls: int
     first_line: int
+    known: bool = False
+    """Whether a notice tells the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,8 +304,7 @@ class NcclLog:
     channels: tuple[LogChannels, ...] = ()
     networks: tuple[tuple[str, str], ...] = ()
     """(host, network) as chosen, such as ("node-a", "IB")."""
-    plugins: tuple[tuple[str, str], ...] = ()
-    """(host, plugin) of other kinds: P2P, GIN, RMA."""
+    plugins: tuple[LogPlugin, ...] = ()
     devices: tuple[LogDevices, ...] = ()
     bootstrap: tuple[tuple[str, str], ...] = ()
     """(host, interface) of the bootstrap connections."""
@@ -275,6 +322,8 @@ class NcclLog:
     """(what, value) of `Check P2P Type` lines."""
     warnings: tuple[LogWarning, ...] = ()
     notices: tuple[LogNotice, ...] = ()
+    results: tuple[LogResult, ...] = ()
+    timeouts: tuple[LogTimeout, ...] = ()
     ends_mid_line: bool = False
     """Whether the last line has no end: the file is still being written, or was cut off."""
     num_unreadable_lines: int = 0
@@ -302,10 +351,10 @@ class NcclLog:
         return tuple(notice for notice in self.notices if notice.kind in kinds)
 
 
-_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
+_NUMBERS = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
 
 def version_numbers(text: str) -> tuple[int, int, int] | None:
     """(major, minor, patch) of text such as `2.21.5+cuda12.4`; None if it holds no version."""
-    match = _VERSION.search(text)
+    match = _NUMBERS.search(text)
     return None if match is None else (int(match[1]), int(match[2]), int(match[3] or 0))
