@@ -18,6 +18,7 @@ class DataSource:
     """A tokenized set, cut into steps, for one rank."""
 
     tokenized: TokenizedSet
+    """The set, or the first window of a stream."""
     plan: BatchPlan
     collate: CollateOptions
     data_rank: int
@@ -25,7 +26,8 @@ class DataSource:
 
     def batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of one step, on the host; pinned if they go to a card."""
-        made = [collate(self.tokenized, micro, self.collate) for micro in self.plan.for_rank(step, self.data_rank)]
+        tokenized = self.plan.set_at(step)
+        made = [collate(tokenized, micro, self.collate) for micro in self.plan.for_rank(step, self.data_rank)]
         return [batch.pin_memory() for batch in made] if self.device.type == "cuda" else made
 
 

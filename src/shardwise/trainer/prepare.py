@@ -15,6 +15,7 @@ from shardwise.trainer.data.lengths import sequence_lengths
 from shardwise.trainer.data.options import DataOptions
 from shardwise.trainer.data.sources import refuse_split
 from shardwise.trainer.data.store import TokenizedSet, from_samples, unknown_token
+from shardwise.trainer.data.stream import first_window, plan_stream
 from shardwise.trainer.data.tokenize import prepare
 from shardwise.trainer.model import load_config
 from shardwise.vocabulary.job import SequenceLengths
@@ -23,6 +24,8 @@ from shardwise.vocabulary.strategy import Strategy
 
 MOST_RANDOM_TOKENS = 10**8
 """Of `random:N`; a list in memory, 32 bytes a token."""
+NUM_LOOKED_AT = 4096
+"""Rows of a stream whose lengths stand for all of them in the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +61,8 @@ def prepare_run(run: RunFile, strategy: Strategy, wishes: RunWishes) -> Prepared
     config = load_config(run)
     tokenizer = _load_tokenizer(run)
     _refuse_splits(run)
-    train = _load_data(run, run.dataset_name, run.dataset_split, config, tokenizer, wishes)
-    if train is None:
+    if run.dataset_name is None:
         raise ConfigError("dataset_name is not set: nothing to train on. Give a file, a hub id, or random:N.")
-    held_out = _load_data(run, run.eval_dataset_name, run.eval_dataset_split, config, tokenizer, wishes)
     options = BatchOptions(
         global_batch=strategy.global_batch_size,
         micro_batch=strategy.micro_batch_size,
@@ -73,9 +74,39 @@ def prepare_run(run: RunFile, strategy: Strategy, wishes: RunWishes) -> Prepared
         max_length=run.max_length,
         attention_crossover=12 * config.hidden_size,
     )
-    return Prepared(
-        config=config, tokenizer=tokenizer, train=train, plan=plan_batches(train, options), held_out=held_out
+    plan = _plan_data(run, options, config, tokenizer, wishes)
+    held_out = _load_data(run, run.eval_dataset_name, run.eval_dataset_split, config, tokenizer, wishes)
+    return Prepared(config=config, tokenizer=tokenizer, train=plan.set_at(0), plan=plan, held_out=held_out)
+
+
+def _plan_data(run: RunFile, options: BatchOptions, config: Any, tokenizer: Any, wishes: RunWishes) -> BatchPlan:
+    """The plan of the training set, or of the stream that it is."""
+    name = run.dataset_name
+    assert name is not None, "asked before"
+    if not is_stream(run):
+        train = _load_data(run, name, run.dataset_split, config, tokenizer, wishes)
+        assert train is not None, "a name gives a set"
+        return plan_batches(train, options)
+    if "epoch" in (run.eval_strategy, run.save_strategy):
+        raise ConfigError(
+            f"eval_strategy is {run.eval_strategy} and save_strategy {run.save_strategy}, but nobody knows where an "
+            "epoch of a stream ends; use steps."
+        )
+    source = _data_options(run, name, run.dataset_split, wishes)
+    return plan_stream(
+        source, tokenizer, options, lambda window: refuse_unknown_tokens(window, name, config.vocab_size)
     )  # fmt: skip
+
+
+def is_stream(run: RunFile) -> bool:
+    """Whether the training set is read while it is trained on.
+
+    Raises:
+        ConfigError: Random tokens, which nobody reads.
+    """
+    if run.streaming and random_rows(run, run.dataset_name) is not None:
+        raise ConfigError("streaming: true has no effect on random tokens; leave it away.")
+    return run.streaming
 
 
 def _refuse_splits(run: RunFile) -> None:
@@ -137,7 +168,13 @@ def _load_data(
         draw = random.Random(f"{run.seed} {split}")
         rows = [draw.choices(range(config.vocab_size), k=run.max_length) for _ in range(num_rows)]
         return from_samples(rows, source=name)
-    options = DataOptions(
+    tokenized = prepare(_data_options(run, name, split, wishes), tokenizer)
+    refuse_unknown_tokens(tokenized, name, config.vocab_size)
+    return tokenized
+
+
+def _data_options(run: RunFile, name: str, split: str, wishes: RunWishes) -> DataOptions:
+    return DataOptions(
         source=name,
         split=split,
         column_map=run.column_map,
@@ -146,11 +183,9 @@ def _load_data(
         completion_only_loss=run.completion_only_loss,
         chat_template_path=run.chat_template_path,
         skip_bad_rows=run.skip_bad_rows,
+        streaming=run.streaming and name == run.dataset_name,
         cache_dir=default_cache_dir() if wishes.cache_dir is None else Path(wishes.cache_dir),
     )
-    tokenized = prepare(options, tokenizer)
-    refuse_unknown_tokens(tokenized, name, config.vocab_size)
-    return tokenized
 
 
 def refuse_unknown_tokens(tokenized: TokenizedSet, name: str, vocab_size: int) -> None:
@@ -174,5 +209,8 @@ def data_lengths(run: RunFile, wishes: RunWishes | None = None) -> SequenceLengt
         return None
     config = load_config(run)
     tokenizer = _load_tokenizer(run)
+    if is_stream(run):
+        options = _data_options(run, run.dataset_name, run.dataset_split, wishes or RunWishes())
+        return sequence_lengths(first_window(options, tokenizer, NUM_LOOKED_AT))
     tokenized = _load_data(run, run.dataset_name, run.dataset_split, config, tokenizer, wishes or RunWishes())
     return None if tokenized is None else sequence_lengths(tokenized)

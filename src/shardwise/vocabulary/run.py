@@ -40,6 +40,8 @@ class RunFile:
     """A file (JSONL, JSON, CSV, Parquet, Arrow) or a hub id; `random:N` makes N sequences of random tokens."""
     dataset_split: str = "train"
     """Split of a hub id."""
+    streaming: bool = False
+    """Read the training set while training, for one too large to tokenize beforehand; needs max_steps."""
     eval_dataset_name: str | None = None
     """Held-out file or hub id."""
     eval_dataset_split: str = "test"

@@ -170,7 +170,7 @@ def test_a_hub_id_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert len(read("someone/set#3")[0]) == 3
-    assert asked == {"path": "someone/set", "name": None, "split": "train[:3]"}
+    assert asked == {"path": "someone/set", "name": None, "split": "train[:3]", "streaming": False}
 
 
 def test_problems_are_capped_and_counted() -> None:

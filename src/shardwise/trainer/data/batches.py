@@ -94,6 +94,8 @@ class BatchState:
     """Seed of the shuffle."""
     fingerprint: str
     """`BatchPlan.fingerprint`: the same samples at the same steps."""
+    cursor: str = ""
+    """Streams only: where the window of the next step starts in the source, as JSON."""
 
 
 class BatchPlan:
@@ -102,6 +104,7 @@ class BatchPlan:
     def __init__(self, tokenized: TokenizedSet, options: BatchOptions, packing: Packing) -> None:
         self.options = options
         self.packing = packing
+        self._tokenized = tokenized
         self._lengths = tokenized.lengths
         self._supervised_counts = tokenized.supervised_counts
         self._costs = _row_costs(packing, self._lengths, options.attention_crossover)
@@ -124,6 +127,11 @@ class BatchPlan:
     def epoch(self, step: int) -> int:
         """The epoch that a step belongs to, from 0."""
         return step // self.steps_per_epoch
+
+    def set_at(self, step: int) -> TokenizedSet:
+        """The set that the sample numbers of a step count in: the whole one, or a window of a stream."""
+        del step
+        return self._tokenized
 
     def row_indices(self, step: int) -> NDArray[np.int64]:
         """The packing rows of a step, in shuffled order: [rows of the step].

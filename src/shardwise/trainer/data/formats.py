@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from shardwise.errors import DataError, nearest_names
 from shardwise.trainer.data.options import DataOptions
-from shardwise.trainer.data.sources import Problems, Row, Source
+from shardwise.trainer.data.sources import START, Place, Problems, Row, Source
 
 
 class RowProblem(Exception):
@@ -149,16 +149,26 @@ class NumberedExample:
 
     number: int
     example: Example
+    end: Place = START
+    """The place behind the row."""
 
 
 class ExampleReader:
-    """Reads a source row by row into examples. Bad rows go to `problems`; `form` is known after the first row."""
+    """Reads a source row by row into examples. Bad rows go to `problems`; `form` is known after the first row.
 
-    def __init__(self, source: Source, options: DataOptions) -> None:
+    Args:
+        source: What to read.
+        options: For the names of columns.
+        after: Where to begin.
+        form: What the columns mean, if an earlier reader of the same source has found out.
+    """
+
+    def __init__(self, source: Source, options: DataOptions, *, after: Place = START, form: Form | None = None) -> None:
         self.source = source
         self.problems = Problems(source.name, source.unit)
-        self.form: Form | None = None
+        self.form = form
         self.num_rows = 0
+        self._after = after
         self._column_map = options.column_map
 
     def __iter__(self) -> Iterator[NumberedExample]:
@@ -167,10 +177,11 @@ class ExampleReader:
         Raises:
             DataError: The columns of the first row fit no form, or `column_map` names a column that is not there.
         """
-        for row in self.source.rows(self.problems):
+        for row in self.source.rows(self.problems, self._after):
             self.num_rows += 1
+            end = Place(number=row.number, byte=row.end, num_rows=self._after.num_rows + self.num_rows)
             try:
-                yield NumberedExample(number=row.number, example=self._example(row))
+                yield NumberedExample(number=row.number, example=self._example(row), end=end)
             except RowProblem as problem:
                 self.problems.add(row.number, str(problem))
 

@@ -30,6 +30,8 @@ class DataOptions:
     """Path of a jinja file that replaces the tokenizer's chat template."""
     skip_bad_rows: bool = False
     """Leave out rows that cannot be read or used, and count them; otherwise they are an error."""
+    streaming: bool = False
+    """Read the source window by window while training ([Note: windows] of stream.py); never held as a whole."""
     num_workers: int | None = None
     """Processes for rendering and tokenizing; None decides by the size of the set, 0 and 1 stay in this process."""
     cache_dir: Path | None = None

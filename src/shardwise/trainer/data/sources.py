@@ -33,6 +33,21 @@ _READ_BYTES = MIB
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """Between two rows of a source."""
+
+    number: int = 0
+    """The row or line before it; 0 at the start."""
+    byte: int | None = None
+    """Where the next line starts in the file, if it can be jumped to."""
+    num_rows: int = 0
+    """Rows before it that could be read, for a limit."""
+
+
+START = Place()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One row of a source."""
 
@@ -40,6 +55,8 @@ class Row:
     """Line number in a text file, otherwise the number of the row; from 1."""
     columns: Mapping[str, object]
     """Column -> value."""
+    end: int | None = None
+    """Byte behind it, in a file of lines that is not compressed."""
 
 
 class Problems:
@@ -59,6 +76,11 @@ class Problems:
             self._last = number
         if number in self.shown or len(self.shown) < NUM_SHOWN_PROBLEMS:
             self.shown.setdefault(number, []).append(text)
+
+    def forget(self) -> None:
+        """Begins anew, for the next part of the same source."""
+        self.shown.clear()
+        self.num_rows, self._last = 0, -1
 
     def lines(self) -> tuple[str, ...]:
         """One line for each bad row that is shown."""
@@ -88,16 +110,17 @@ class Source:
     """As the user wrote it."""
     unit: str
     """What a row's number counts: `line` or `row`."""
-    read: Callable[[Problems], Iterator[Row]]
-    """Reads all rows; bad ones go to the problems."""
+    read: Callable[[Problems, Place], Iterator[Row]]
+    """Reads the rows behind a place; bad ones go to the problems."""
     content_hash: Callable[[], str]
     """Equal if and only if the content is equal. Reads the whole file."""
     limit: int | None
     """Rows to read at most, lines that cannot be read not counted."""
 
-    def rows(self, problems: Problems) -> Iterator[Row]:
-        """All rows up to the limit; lines that cannot be read go to the problems."""
-        return itertools.islice(self.read(problems), self.limit)
+    def rows(self, problems: Problems, after: Place = START) -> Iterator[Row]:
+        """All rows behind a place, up to the limit; lines that cannot be read go to the problems."""
+        left = None if self.limit is None else max(0, self.limit - after.num_rows)
+        return itertools.islice(self.read(problems, after), left)
 
 
 def open_source(options: DataOptions) -> Source:
@@ -175,7 +198,7 @@ def _open_file(name: str, path: Path, limit: int | None) -> Source:
     return Source(
         name=name,
         unit=unit,
-        read=lambda problems: reader(path, problems),
+        read=lambda problems, after: reader(path, problems, after),
         content_hash=lambda: f"{_hash_file(path)}{ending}#{limit}",
         limit=limit,
     )
@@ -190,30 +213,49 @@ def _open_bytes(path: Path) -> IO[bytes]:
     return cast("IO[bytes]", gzip.open(path, "rb")) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
-def _numbered_lines(path: Path, problems: Problems) -> Iterator[tuple[int, bytes]]:
+@dataclass(frozen=True, kw_only=True)
+class _Line:
+    """One line of a file."""
+
+    number: int
+    content: bytes
+    end: int
+    """Byte behind it."""
+
+
+def _numbered_lines(path: Path, problems: Problems, after: Place = START) -> Iterator[_Line]:
     """Lines with their numbers, without a byte order mark; never holds more than MAX_LINE_BYTES of one."""
     with _open_bytes(path) as file:
-        for number in itertools.count(1):
+        end = file.seek(after.byte or 0)
+        for number in itertools.count(1 if after.byte is None else after.number + 1):
             try:
                 line = file.readline(MAX_LINE_BYTES + 1)
+                end += len(line)
                 if len(line) > MAX_LINE_BYTES:
-                    problems.add(number, _too_long(file, line))
+                    skipped = _skip_line(file, line)
+                    end += skipped
+                    length = format_bytes(len(line) + skipped)
+                    problems.add(
+                        number, f"is {length} long, more than the limit of {format_bytes(MAX_LINE_BYTES)} a line"
+                    )
                     continue
             except (OSError, EOFError) as error:  # a damaged gzip member, a disk that fails
                 problems.add(number, f"cannot be read: {error}")
                 return
             if not line:
                 return
-            yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if number > after.number:
+                content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                yield _Line(number=number, content=content, end=end)
 
 
-def _too_long(file: IO[bytes], line: bytes) -> str:
-    """Skips the rest of a line and says how long it was."""
-    length = len(line)
+def _skip_line(file: IO[bytes], line: bytes) -> int:
+    """Skips the rest of a line; returns how many bytes that were."""
+    length = 0
     while line and not line.endswith(b"\n"):
         line = file.readline(_READ_BYTES)
         length += len(line)
-    return f"is {format_bytes(length)} long, more than the limit of {format_bytes(MAX_LINE_BYTES)} a line"
+    return length
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
@@ -234,9 +276,9 @@ def _parse_json(text: bytes | str) -> tuple[object, str]:
         return None, f"is not usable JSON: {error}"
 
 
-def _as_row(number: int, value: object, problems: Problems) -> Iterator[Row]:
+def _as_row(number: int, value: object, problems: Problems, end: int | None = None) -> Iterator[Row]:
     if isinstance(value, dict):
-        yield Row(number=number, columns=cast("dict[str, object]", value))
+        yield Row(number=number, columns=cast("dict[str, object]", value), end=end)
     else:
         problems.add(number, f"is a JSON {_json_type(value)}, not an object with columns")
 
@@ -248,12 +290,14 @@ def _json_type(value: object) -> str:
     return names.get(type(value), "value")
 
 
-def _read_jsonl(path: Path, problems: Problems) -> Iterator[Row]:
-    for number, line in _numbered_lines(path, problems):
-        if not line.strip():
+def _read_jsonl(path: Path, problems: Problems, after: Place) -> Iterator[Row]:
+    can_jump = path.suffix.lower() != ".gz"
+    for line in _numbered_lines(path, problems, after):
+        number = line.number
+        if not line.content.strip():
             continue
         try:
-            text = line.decode()  # json.loads would guess UTF-16 from zero bytes and give a confusing message
+            text = line.content.decode()  # json.loads would guess UTF-16 from zero bytes and give a confusing message
         except UnicodeDecodeError as error:
             problems.add(number, _not_utf8(error))
             continue
@@ -261,7 +305,7 @@ def _read_jsonl(path: Path, problems: Problems) -> Iterator[Row]:
         if problem:
             problems.add(number, problem)
         else:
-            yield from _as_row(number, value, problems)
+            yield from _as_row(number, value, problems, line.end if can_jump else None)
 
 
 def _is_json_lines(path: Path) -> bool:
@@ -273,7 +317,7 @@ def _is_json_lines(path: Path) -> bool:
     return not problem and isinstance(value, dict) and bool(second.strip())
 
 
-def _read_json(path: Path, problems: Problems) -> Iterator[Row]:
+def _read_json(path: Path, problems: Problems, after: Place) -> Iterator[Row]:
     with _open_bytes(path) as file:
         content = file.read().removeprefix(codecs.BOM_UTF8)
     try:
@@ -291,30 +335,32 @@ def _read_json(path: Path, problems: Problems) -> Iterator[Row]:
         value = lists[0] if len(table) == 1 and lists and "messages" not in table else [table]
     if not isinstance(value, list):
         raise DataError(f"{path} holds a JSON {_json_type(value)}; expected a list of objects.")
-    for number, item in enumerate(cast("list[object]", value), 1):
+    for number, item in enumerate(cast("list[object]", value)[after.number :], after.number + 1):
         yield from _as_row(number, item, problems)
 
 
-def _read_csv(path: Path, problems: Problems, delimiter: str = ",") -> Iterator[Row]:
+def _read_csv(path: Path, problems: Problems, after: Place, delimiter: str = ",") -> Iterator[Row]:
     bad_lines: set[int] = set()
 
     def decoded() -> Iterator[str]:
-        for number, line in _numbered_lines(path, problems):
+        for line in _numbered_lines(path, problems):
             try:
-                yield line.decode()
+                yield line.content.decode()
             except UnicodeDecodeError as error:
-                problems.add(number, _not_utf8(error))
-                bad_lines.add(number)
-                yield line.decode(errors="replace")
+                if line.number > after.number:
+                    problems.add(line.number, _not_utf8(error))
+                bad_lines.add(line.number)
+                yield line.content.decode(errors="replace")
 
     limit_before = csv.field_size_limit(MAX_LINE_BYTES)
     try:
-        yield from _csv_records(csv.reader(decoded(), delimiter=delimiter), problems, bad_lines)
+        rows = _csv_records(csv.reader(decoded(), delimiter=delimiter), problems, bad_lines, after)
+        yield from (row for row in rows if row.number > after.number)
     finally:
         csv.field_size_limit(limit_before)
 
 
-def _csv_records(reader: Any, problems: Problems, bad_lines: set[int]) -> Iterator[Row]:
+def _csv_records(reader: Any, problems: Problems, bad_lines: set[int], after: Place) -> Iterator[Row]:
     """Records by the first record's names. `reader` is a csv reader, whose type has no public name."""
     header: list[str] | None = None
     while True:
@@ -330,40 +376,44 @@ def _csv_records(reader: Any, problems: Problems, bad_lines: set[int]) -> Iterat
             continue
         if header is None:
             header = record
+        elif first_line <= after.number:
+            continue
         elif len(record) != len(header):
             problems.add(first_line, f"has {len(record)} columns, the header has {len(header)} ({', '.join(header)})")
         elif bad_lines.isdisjoint(range(first_line, int(reader.line_num) + 1)):
             yield Row(number=first_line, columns=dict(zip(header, record, strict=True)))
 
 
-def _read_tsv(path: Path, problems: Problems) -> Iterator[Row]:
-    return _read_csv(path, problems, delimiter="\t")
+def _read_tsv(path: Path, problems: Problems, after: Place) -> Iterator[Row]:
+    return _read_csv(path, problems, after, delimiter="\t")
 
 
-def _arrow_rows(path: Path, batches: Callable[[], Iterable[Any]]) -> Iterator[Row]:
+def _arrow_rows(path: Path, batches: Callable[[], Iterable[Any]], after: Place) -> Iterator[Row]:
     """Rows of pyarrow record batches, numbered through. `Any`: pyarrow ships no types."""
     import pyarrow as pa
 
     number = 0
     try:
         for batch in batches():
-            for columns in batch.to_pylist():
+            known = min(max(0, after.number - number), batch.num_rows)
+            number += known
+            for columns in batch.slice(known).to_pylist():
                 number += 1
                 yield Row(number=number, columns=columns)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read after row {number}: {error}") from error
 
 
-def _read_parquet(path: Path, problems: Problems) -> Iterator[Row]:
+def _read_parquet(path: Path, problems: Problems, after: Place) -> Iterator[Row]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise MissingExtraError("Reading Parquet", "train", "pyarrow") from error
     library: Any = parquet  # ships no types
-    return _arrow_rows(path, lambda: library.ParquetFile(path).iter_batches(batch_size=1024))
+    return _arrow_rows(path, lambda: library.ParquetFile(path).iter_batches(batch_size=1024), after)
 
 
-def _read_arrow(path: Path, problems: Problems) -> Iterator[Row]:
+def _read_arrow(path: Path, problems: Problems, after: Place) -> Iterator[Row]:
     try:
         import pyarrow as pa
     except ImportError as error:
@@ -380,10 +430,10 @@ def _read_arrow(path: Path, problems: Problems) -> Iterator[Row]:
             for index in range(opened.num_record_batches):
                 yield opened.get_batch(index)
 
-    return _arrow_rows(path, batches)
+    return _arrow_rows(path, batches, after)
 
 
-_READERS: dict[str, tuple[Callable[[Path, Problems], Iterator[Row]], str]] = {
+_READERS: dict[str, tuple[Callable[[Path, Problems, Place], Iterator[Row]], str]] = {
     ".jsonl": (_read_jsonl, "line"),
     ".ndjson": (_read_jsonl, "line"),
     ".json": (_read_json, "row"),
@@ -408,8 +458,10 @@ def _open_dataset(options: DataOptions, name: str, limit: int | None) -> Source:
             if isinstance(loaded, library.DatasetDict):
                 loaded = loaded[options.split]
         else:
-            split = options.split if limit is None else f"{options.split}[:{limit}]"
-            loaded = library.load_dataset(name, name=options.subset, split=split)
+            part = "" if limit is None or options.streaming else f"[:{limit}]"
+            loaded = library.load_dataset(
+                name, name=options.subset, split=options.split + part, streaming=options.streaming
+            )
     except Exception as error:  # the library raises a dozen unrelated classes for a wrong name, split or no network
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
@@ -419,7 +471,10 @@ def _open_dataset(options: DataOptions, name: str, limit: int | None) -> Source:
     return Source(
         name=options.source,
         unit="row",
-        read=lambda _: (Row(number=number, columns=columns) for number, columns in enumerate(loaded, 1)),
+        read=lambda _, after: (
+            Row(number=number, columns=columns)
+            for number, columns in enumerate(loaded.skip(after.number) if after.number else loaded, after.number + 1)
+        ),
         content_hash=lambda: f"{loaded._fingerprint}#{limit}",
         limit=limit,
     )

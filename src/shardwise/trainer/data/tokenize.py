@@ -92,7 +92,7 @@ def prepare_with_lengths(options: DataOptions, tokenizer: Any) -> WholeLengths:
 
 def _tokenize(options: DataOptions, encoder: Encoder, progress: Progress | None) -> WholeLengths:
     reader = ExampleReader(open_source(options), options)
-    parts = _Parts()
+    parts = Parts()
     for chunk in _encode_all(reader, encoder, options.num_workers):
         parts.add(chunk, reader.problems)
         if progress is not None:
@@ -103,7 +103,7 @@ def _tokenize(options: DataOptions, encoder: Encoder, progress: Progress | None)
         why = f": {'; '.join(reader.problems.lines())}" if reader.problems.num_rows else ""
         raise DataError(f"{options.source} has no row to train on{why}.")
     tokenized = parts.finished(options, reader, reader.form)
-    _check_supervised(tokenized, parts, options, reader)
+    check_supervised(tokenized, parts, options, reader)
     whole = np.concatenate([chunk.whole_lengths for chunk in parts.chunks])
     return WholeLengths(tokenized=tokenized, lengths=whole)
 
@@ -112,13 +112,14 @@ def _tokenize(options: DataOptions, encoder: Encoder, progress: Progress | None)
 
 
 @dataclass(kw_only=True, eq=False)
-class _Parts:
-    """The chunks of a set, while they come in."""
+class Parts:
+    """The chunks of a set, or of one window of a stream, while they come in."""
 
     chunks: list[EncodedChunk] = dataclasses.field(default_factory=list[EncodedChunk])
     counts: Counter[str] = dataclasses.field(default_factory=Counter[str])
 
     def add(self, chunk: EncodedChunk, problems: Problems) -> None:
+        """One more chunk; rows that cannot be used go to the problems."""
         for number, text in chunk.problems:
             problems.add(number, text)
         self.counts.update(chunk.counts)
@@ -203,8 +204,8 @@ class _Parts:
         return tuple(notes)
 
 
-def _check_supervised(
-    tokenized: TokenizedSet, parts: _Parts, options: DataOptions, reader: ExampleReader
+def check_supervised(
+    tokenized: TokenizedSet, parts: Parts, options: DataOptions, reader: ExampleReader
 ) -> None:  # fmt: skip
     """0 % supervised is an error; so is 100 % where only the assistant's tokens were asked for."""
     report, unit = tokenized.report, reader.source.unit
