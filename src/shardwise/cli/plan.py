@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from shardwise.cli.options import POSITIONAL
+from shardwise.cli.options import POSITIONAL, read_flags, spelled
 from shardwise.errors import DoesNotFitError, UsageError
 from shardwise.report.style import Style
 from shardwise.vocabulary.cluster import Cluster
@@ -21,6 +23,7 @@ from shardwise.vocabulary.job import (
     TuningWish,
 )
 from shardwise.vocabulary.limits import Count, Degree, LoraRank, Positive
+from shardwise.vocabulary.model import ModelShape
 from shardwise.vocabulary.run import RunFile
 from shardwise.vocabulary.strategy import Checkpointing, LossKind, Offload, PipelineSchedule, ZeroStage
 
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from shardwise.planner.search import Wishes
     from shardwise.vocabulary.plan import Plan
 
+T = TypeVar("T")
 USUAL_GLOBAL_BATCH = 32
 
 
@@ -130,9 +134,8 @@ def run(options: Options) -> int:
     """Answer, and return 0, or 3 if nothing fits."""
     from shardwise.planner.answer import make_plan
 
-    refuse_ignored(options)
-    cluster = cluster_from(options)
-    plan = make_plan(job_from(options, cluster), cluster, wishes_from(options, cluster))
+    asked = read_asked(options)
+    plan = completed(make_plan(asked.job, asked.cluster, asked.wishes), options)
     if options.out is not None:
         write_plan(plan, Path(options.out))
     sys.stdout.write(answer(plan, options))
@@ -157,6 +160,111 @@ def answer(plan: Plan, options: Options) -> str:
     from shardwise.report.text import plan_page
 
     return plan_page(plan, style, every_candidate=options.all)
+
+
+# ----------------------------------------------------------------------------------------- what a plan cannot know
+
+
+def completed(plan: Plan, options: Options) -> Plan:
+    """The plan with what only the command line knows: whole commands, what --split stands for, how to run it."""
+    from shardwise.axes import engine
+    from shardwise.vocabulary.plan import Advice
+
+    advice = [replace(each, command=whole_command(options, each.command)) for each in plan.advice]
+    if plan.recommended is not None and engine.runs(plan.recommended.strategy):
+        advice.append(Advice(rule="run_it", message="To keep this plan and run it:", command=_run_command(options)))
+    rules = plan.rules
+    if options.split is not None:
+        from shardwise.planner.aliases import explained
+
+        rules = (explained(options.split), *rules)
+    return replace(plan, advice=tuple(advice), rules=rules)
+
+
+def whole_command(options: Options, change: str) -> str:
+    """A command that can be run: these options with the flags of an advice laid over them.
+
+    Args:
+        options: As they were given.
+        change: Flags of this command (`--tuning lora --zero=null`), or a whole command, or nothing.
+    """
+    if not change or change.startswith("shardwise "):
+        return change
+    from shardwise.vocabulary import codec
+
+    given = read_flags(Options, shlex.split(change))
+    assert not given.problems, given.problems
+    values = {name: None if value == "null" else value for name, value in given.values.items()}
+    plain = {each.name: getattr(options, each.name) for each in fields(options)}
+    changed = codec.from_data(Options, {**plain, **values, "json": False, "all": False, "explain": False})
+    if changed.tuning == "full":
+        changed = replace(changed, lora_r=LoraSettings().r)
+    return shlex.join(["shardwise", "plan", *spelled(changed)])
+
+
+def _run_command(options: Options) -> str:
+    out = options.out or "plan.yaml"
+    train = shlex.join(["shardwise", "train", out, "--data", options.data or "chats.jsonl"])
+    if options.out is not None:
+        return train
+    kept = replace(options, out=out, json=False, all=False, explain=False)
+    return f"{shlex.join(['shardwise', 'plan', *spelled(kept)])} && {train}"
+
+
+# ------------------------------------------------------------------------------------------------------- what is asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a command line asks the planner."""
+
+    job: Job
+    cluster: Cluster
+    wishes: Wishes
+
+
+def read_asked(options: Options) -> Asked:
+    """Job, cards and wishes.
+
+    Raises:
+        UsageError: Every problem of the command line, of the files it names, and of the mesh, at once.
+    """
+    problems = _Problems()
+    problems.of(lambda: refuse_ignored(options))
+    cluster = problems.of(lambda: cluster_from(options))
+    shape = problems.of(lambda: model_from(options))
+    wishes = problems.of(lambda: wishes_from(options, cluster))
+    if problems.found and cluster is not None and shape is not None:
+        from shardwise.planner.search import check
+
+        without_alias = wishes_from(replace(options, split=None), cluster)
+        problems.of(lambda: check(_job(options, cluster, shape, None), cluster, wishes or without_alias))
+    problems.raise_them()
+    assert cluster is not None, "no cluster, and no problem"
+    assert wishes is not None, "no wishes, and no problem"
+    return Asked(job=job_from(options, cluster), cluster=cluster, wishes=wishes)
+
+
+class _Problems:
+    """Collects what several steps find wrong."""
+
+    def __init__(self) -> None:
+        self.found: list[UsageError] = []
+
+    def of(self, step: Callable[[], T]) -> T | None:
+        """What a step gives, or None and its problems."""
+        try:
+            return step()
+        except UsageError as error:
+            self.found.append(error)
+            return None
+
+    def raise_them(self) -> None:
+        """The one error as it is, or all as one."""
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            raise UsageError(*dict.fromkeys(problem for error in self.found for problem in error.problems))
 
 
 def refuse_ignored(options: Options) -> None:
@@ -215,6 +323,17 @@ def cluster_from(options: Options) -> Cluster:
     return parse_gpus(options.gpus, options.nodes, options.network, options.link)
 
 
+def model_from(options: Options) -> ModelShape:
+    """The shape of the model.
+
+    Raises:
+        UsageError: If the model is unknown, or its config.json lacks something.
+    """
+    from shardwise.facts.hub import find_model
+
+    return find_model(options.model).shape
+
+
 def job_from(options: Options, cluster: Cluster) -> Job:
     """What is to be trained.
 
@@ -225,8 +344,12 @@ def job_from(options: Options, cluster: Cluster) -> Job:
 
     found = find_model(options.model)
     lengths = None if options.data is None else _lengths(options, found.weights or options.model)
+    return _job(options, cluster, found.shape, lengths)
+
+
+def _job(options: Options, cluster: Cluster, shape: ModelShape, lengths: SequenceLengths | None) -> Job:
     return Job(
-        model=found.shape,
+        model=shape,
         tuning=options.tuning,
         sequence_length=options.seq if lengths is None else min(options.seq, lengths.longest),
         lengths=lengths,
@@ -260,8 +383,8 @@ def _usual_batch(options: Options, cluster: Cluster) -> int:
     return -(-USUAL_GLOBAL_BATCH // unit) * unit
 
 
-def wishes_from(options: Options, cluster: Cluster) -> Wishes:
-    """What the user decides about the split.
+def wishes_from(options: Options, cluster: Cluster | None) -> Wishes:
+    """What the user decides about the split; of --split only the name is checked while no cluster is known.
 
     Raises:
         UsageError: If --split is no known name, or contradicts the other flags.
@@ -288,8 +411,11 @@ def wishes_from(options: Options, cluster: Cluster) -> Wishes:
     )
     if options.split is None:
         return wishes
-    from shardwise.planner.aliases import with_alias
+    from shardwise.planner.aliases import read_alias, with_alias
 
+    if cluster is None:
+        read_alias(options.split)
+        return wishes
     return with_alias(wishes, options.split, cluster)
 
 

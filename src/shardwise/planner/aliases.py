@@ -39,6 +39,44 @@ NAMES = (
 )  # fmt: skip
 
 
+_MEANINGS: dict[ZeroStage, str] = {
+    0: "DDP: every card holds the whole model, and gradients are summed once a step",
+    1: "ZeRO-1: the optimizer's states are sharded over {where}",
+    2: "ZeRO-2: gradients and the optimizer's states are sharded over {where}, whole weights gathered each micro-batch",
+    3: "ZeRO-3: weights, gradients and the optimizer's states are sharded over {where}, blocks gathered for their use",
+}
+_FROM = {
+    "no_shard": "FSDP1's name", "shard_grad_op": "FSDP1's name", "full_shard": "FSDP1's name",
+    "hybrid_shard": "FSDP1's name", "hybrid_shard_zero2": "FSDP1's name",
+}  # fmt: skip
+
+
+def read_alias(text: str) -> str:
+    """The folded name of a split, without the words that are allowed beside it.
+
+    Raises:
+        UnknownNameError: No such name.
+    """
+    words = [word.strip("_ ").lower().replace("-", "_") for word in text.replace(",", " ").split()]
+    names = [word for word in words if word not in ("auto_wrap", "offload")]
+    if len(names) != 1 or names[0] not in _STAGES:
+        raise UnknownNameError("split", text, NAMES)
+    return names[0]
+
+
+def explained(text: str) -> str:
+    """What a name stands for, as a sentence without its end.
+
+    Raises:
+        UnknownNameError: No such name.
+    """
+    name = read_alias(text)
+    meaning = _MEANINGS[_STAGES[name]]
+    if name in _HYBRID:
+        meaning = meaning.format(where="the cards of a machine") + "; replicas across machines (HSDP)"
+    return f"{text} is {_FROM.get(name, 'another name')} for {meaning.format(where='all cards')}"
+
+
 def with_alias(wishes: Wishes, text: str, cluster: Cluster) -> Wishes:
     """The wishes with the split that a name such as `FULL_SHARD` or `full_shard auto_wrap` stands for.
 
@@ -51,11 +89,7 @@ def with_alias(wishes: Wishes, text: str, cluster: Cluster) -> Wishes:
         UnknownNameError: No such name.
         ConfigError: The name contradicts the wishes, or a hybrid split meets a single machine.
     """
-    words = [word.strip("_ ").lower().replace("-", "_") for word in text.replace(",", " ").split()]
-    names = [word for word in words if word not in ("auto_wrap", "offload")]
-    if len(names) != 1 or names[0] not in _STAGES:
-        raise UnknownNameError("split", text, NAMES)
-    name = names[0]
+    name = read_alias(text)
     stage = _STAGES[name]
     problems: list[str] = []
     if wishes.zero_stage is not None and wishes.zero_stage != stage:
@@ -70,7 +104,7 @@ def with_alias(wishes: Wishes, text: str, cluster: Cluster) -> Wishes:
         changes["dp_shard"] = wishes.dp_shard or cluster.gpus_per_node // (wishes.tp or 1)
     elif stage > 0 and wishes.dp_shard is None and wishes.dp_replicate is None:
         changes["dp_replicate"] = 1
-    if "offload" in words:
+    if "offload" in text.lower().replace(",", " ").split():
         changes["offload"] = "parameters"
     if problems:
         raise ConfigError(*problems)

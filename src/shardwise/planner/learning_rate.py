@@ -14,11 +14,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.vocabulary.job import Job
+from shardwise.vocabulary.job import Job, Tuning
 from shardwise.vocabulary.plan import Advice
 
 REFERENCE_BATCH = 128
 """Sequences a step for which published recipes state rates near 2e-5 (full) and 2e-4 (adapters), such as Alpaca's."""
+FULL_RATE, ADAPTER_RATE = 2e-5, 2e-4
+"""Such rates, by what is trained."""
 WORTH_SAYING = (1 / 8, 2.0)
 """Between these factors usual rates serve: small batches forgive a rate that is a little high."""
 LINEAR_UP_TO = 8.0
@@ -38,23 +40,24 @@ def scaled(rate: float, factor: float) -> Scaled:
     return Scaled(linear=rate * factor, square_root=rate * math.sqrt(factor))
 
 
-def advice(job: Job) -> Advice | None:
+def advice(job: Job, tuning: Tuning) -> Advice | None:
     """What to do about the learning rate, if this batch is far from the one that usual rates were found for."""
     factor = job.global_batch_size / REFERENCE_BATCH
     if WORTH_SAYING[0] < factor < WORTH_SAYING[1]:
         return None
-    rates = scaled(job.learning_rate, factor)
+    rate = ADAPTER_RATE if job.learning_rate == FULL_RATE and tuning != "full" else job.learning_rate
+    rates = scaled(rate, factor)
     message = (
-        f"{job.global_batch_size:,} sequences a step are {factor:g} times the {REFERENCE_BATCH} that usual rates are "
-        f"stated for. If {job.learning_rate:g} is such a rate, linear scaling gives {rates.linear:.2g} and the square "
-        f"root, which suits Adam better, {rates.square_root:.2g}"
+        f"{job.global_batch_size:,} sequences a step are {factor:.3g} times the {REFERENCE_BATCH} that usual rates are "
+        f"stated for. If {rate:g} is such a rate, linear scaling gives {rates.linear:.2g} and the square root, which "
+        f"suits Adam better, {rates.square_root:.2g}"
     )
     if factor < 1:
         return Advice(rule="learning_rate", message=message + ".")
-    message += "; warm-up over the first steps in both cases."
+    message += "; with warm-up over the first steps in both cases."
     if factor > LINEAR_UP_TO:
         message += (
             f" Above about {LINEAR_UP_TO:g} times linear scaling stops holding: raise the rate no further, or let an "
-            "optimizer with layer-wise steps (LAMB) set their length."
+            "optimizer with layer-wise steps set their length (LAMB: --optimizer lamb)."
         )
     return Advice(rule="learning_rate", message=message)

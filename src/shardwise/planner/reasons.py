@@ -23,11 +23,16 @@ _SIMPLER = (
 
 
 def called(strategy: Strategy) -> str:
-    """As people call it: `ZeRO-2`, `LoRA with DDP`, `QLoRA on one card`."""
+    """As people call it: `ZeRO-2`, `LoRA under DDP`, `QLoRA on one card`."""
     if strategy.tuning == "full":
         return "a full fine-tune on one card" if strategy.num_ranks == 1 else strategy.name
-    where = "on one card" if strategy.num_ranks == 1 else f"with {strategy.name}"
+    where = "on one card" if strategy.num_ranks == 1 else f"under {strategy.name}"
     return f"{WORDS[strategy.tuning]} {where}"
+
+
+def named(strategy: Strategy) -> str:
+    """As tables name it: `ZeRO-2` or `LoRA, DDP`."""
+    return strategy.name if strategy.tuning == "full" else f"{WORDS[strategy.tuning]}, {strategy.name}"
 
 
 def settings(strategy: Strategy) -> str:
@@ -48,6 +53,9 @@ def why(best: Candidate, allowed: Sequence[Candidate], simplicity: Sequence[tupl
         best: What is taken.
         allowed: Every candidate that fits and that the rules allow, `best` among them.
         simplicity: Of each of them, as `rules.simplicity` orders.
+
+    Returns:
+        Sentences.
     """
     step = best.step
     taken = called(best.strategy)
@@ -67,7 +75,7 @@ def _beside(best: Candidate, allowed: Sequence[Candidate], simplicity: Sequence[
     own = next(order for each, order in ranked if each is best)
     others = [(each, order) for each, order in ranked if called(each.strategy) != called(best.strategy)]
     if not others:
-        return "It is the only split that fits."
+        return "No other split fits."
     first, order = others[0]
     ratio = first.step.seconds / best.step.seconds - 1
     if ratio > NOTHING:
@@ -134,3 +142,22 @@ def _lacks(candidate: Candidate, cluster: Cluster) -> str:
         return want
     chance = format_percent(probability_of_oom(candidate.memory, cluster))
     return f"{want}, but it would run out of memory with a chance of {chance} (at most {ACCEPTED_PROBABILITY:.0%})"
+
+
+def grouped_refusals(refusals: Sequence[Refusal]) -> list[tuple[str, Refusal]]:
+    """Refusals that say the same thing told once, with the names of all strategies they concern."""
+    names: dict[tuple[str, str], list[str]] = {}
+    first: dict[tuple[str, str], Refusal] = {}
+    for refusal in refusals:
+        key = (refusal.rule, refusal.message)
+        first.setdefault(key, refusal)
+        name = "the job" if refusal.strategy is None else named(refusal.strategy)
+        if name not in names.setdefault(key, []):
+            names[key].append(name)
+    return [(_listed(names[key]), refusal) for key, refusal in first.items()]
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} others"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shardwise.planner import reasons
 from shardwise.planner.uncertainty import usable_bytes
 from shardwise.vocabulary.cluster import Cluster, Link
 from shardwise.vocabulary.job import Job
@@ -24,6 +24,7 @@ from shardwise.vocabulary.units import (
     format_bytes,
     format_count,
     format_percent,
+    format_rate,
     format_seconds,
 )
 
@@ -119,14 +120,6 @@ def _with_interval(value: float, interval: tuple[float, float], unit: str, place
     low, high = (f"{edge:,.{places}f}" for edge in interval)
     text = f"{value:,.{places}f} {unit}"
     return text if low == high else f"{text} ({low}–{high})"
-
-
-def format_rate(tokens_per_s: float) -> str:
-    """Tokens a second to three digits, such as `34,100` or `5.25`."""
-    if tokens_per_s <= 0:
-        return "0"
-    digits = 2 - math.floor(math.log10(tokens_per_s))
-    return f"{round(tokens_per_s, digits):,.{max(0, digits)}f}"
 
 
 def format_quantity(value: float | None, unit: str) -> str:
@@ -225,7 +218,12 @@ def describe_settings(strategy: Strategy) -> str:
 
 def full_name(strategy: Strategy) -> str:
     """Tuning and split: `LoRA, DDP` or `ZeRO-2`."""
-    return strategy.name if strategy.tuning == "full" else f"{TUNINGS[strategy.tuning]}, {strategy.name}"
+    return reasons.named(strategy)
+
+
+def grouped_refusals(refusals: Sequence[Refusal]) -> list[tuple[str, Refusal]]:
+    """Refusals that say the same thing told once, with the names of all strategies they concern."""
+    return reasons.grouped_refusals(refusals)
 
 
 def wire_bytes(candidate: Candidate) -> int:
@@ -296,25 +294,6 @@ def other_refusals(plan: Plan, shown: Sequence[Candidate]) -> list[Refusal]:
     """Refusals without those that a table of candidates says already: it does not fit."""
     named = {candidate.strategy for candidate in shown}
     return [r for r in plan.refusals if not (r.rule == "does_not_fit" and r.strategy in named)]
-
-
-def grouped_refusals(refusals: Sequence[Refusal]) -> list[tuple[str, Refusal]]:
-    """Refusals that say the same thing told once, with the names of all strategies they concern."""
-    names: dict[tuple[str, str], list[str]] = {}
-    first: dict[tuple[str, str], Refusal] = {}
-    for refusal in refusals:
-        key = (refusal.rule, refusal.message)
-        first.setdefault(key, refusal)
-        name = "the job" if refusal.strategy is None else full_name(refusal.strategy)
-        if name not in names.setdefault(key, []):
-            names[key].append(name)
-    return [(_listed(names[key]), refusal) for key, refusal in first.items()]
-
-
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    if len(names) <= most:
-        return ", ".join(names)
-    return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} others"
 
 
 def headline_rows(headlines: Iterable[Headline]) -> list[tuple[str, str, str, str]]:

@@ -6,6 +6,7 @@ bandwidths and headline figures; binary units (GiB = 2**30 bytes) are for memory
 
 from __future__ import annotations
 
+import math
 import re
 
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
@@ -77,6 +78,14 @@ def format_count(count: float) -> str:
 def format_bandwidth(bytes_per_second: float) -> str:
     """A one-way rate, such as `450 GB/s` or `1.25 GB/s`."""
     return f"{format_bytes(bytes_per_second)}/s"
+
+
+def format_rate(tokens_per_s: float) -> str:
+    """Tokens a second to three digits, such as `34,100`, `5.25` or `0.0123`."""
+    if tokens_per_s <= 0:
+        return "0"
+    digits = 2 - math.floor(math.log10(tokens_per_s))
+    return f"{round(tokens_per_s, digits):,.{max(0, digits)}f}"
 
 
 def format_percent(fraction: float, places: int = 0) -> str:

@@ -14,10 +14,11 @@ def legal(job: Job, cluster: Cluster, strategy: Strategy) -> tuple[Refusal, ...]
     if strategy.global_batch_size == job.global_batch_size:
         return ()
     ranks = strategy.data_parallel
-    below = max(ranks, job.global_batch_size // ranks * ranks)
+    unit = ranks * strategy.micro_batch_size
+    below = max(unit, job.global_batch_size // unit * unit)
     message = (
         f"micro-batch {strategy.micro_batch_size} x accumulation {strategy.accumulation} x {ranks} data-parallel "
         f"ranks = {strategy.global_batch_size} sequences, not the global batch of {job.global_batch_size}; "
-        f"{below} and {below + ranks} divide by {ranks}"
+        f"{below} and {below + unit} divide by {unit}"
     )
     return (Refusal(strategy=strategy, rule="global_batch_divides", message=message),)
