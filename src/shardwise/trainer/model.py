@@ -20,7 +20,7 @@ import hashlib
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,10 +80,10 @@ def load_config(run: RunFile) -> Any:
         return AutoConfig.from_pretrained(
             run.model_name_or_path, revision=run.model_revision or "main", trust_remote_code=run.trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers raises what its config classes happen to stumble over
         known = Path(run.model_name_or_path).exists()
         what = "The config.json there cannot be used" if known else "There is no such folder, and no hub id was reached"
-        raise ConfigError(f"model_name_or_path {run.model_name_or_path!r}: {what}: {error}") from error
+        raise ConfigError(f"model_name_or_path {run.model_name_or_path!r}: {what}: {_told(error)}") from error
 
 
 def build_skeleton(
@@ -130,11 +130,11 @@ def build_skeleton(
 
 
 def _make(config: Any, attention: str, *, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     try:
         with parameters_on_meta():
-            return AutoModelForCausalLM.from_config(
+            return transformers.AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 dtype=torch.float32,
                 attn_implementation=_ATTENTION[attention],
@@ -145,6 +145,30 @@ def _make(config: Any, attention: str, *, trust_remote_code: bool) -> Any:
             f"transformers cannot make a {config.model_type} model with attn_implementation: {attention}: {error} "
             "Another of sdpa, eager and flash may work."
         ) from error
+    except Exception as error:  # a value of config.json that the model's code stumbles over: KeyError, TypeError, ...
+        keys = _keys_of(config.to_dict(), error.args[0] if error.args else None)
+        named = f" That is its {' and '.join(keys)}." if keys else ""
+        raise ConfigError(
+            f"transformers {transformers.__version__} cannot make a {config.model_type} model of this config.json: "
+            f"{_told(error)}.{named} Correct it, or take the transformers that wrote it."
+        ) from error
+
+
+def _told(error: Exception) -> str:
+    """An error of somebody else in one line; its kind where the text alone says little."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__}: {text}"
+
+
+def _keys_of(config: Mapping[str, Any], value: object) -> list[str]:
+    """The keys of a config, also of what lies in it, that hold a text."""
+    found: list[str] = []
+    for key, one in config.items():
+        if isinstance(one, dict):
+            found += [f"{key}.{inner}" for inner in _keys_of(cast("dict[str, Any]", one), value)]
+        elif isinstance(value, str) and one == value:
+            found.append(key)
+    return found
 
 
 @contextlib.contextmanager
