@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from shardwise.doctor.experiments import Trial, run_trial, transport_of
+from shardwise.doctor.experiments.plan import Trial
+from shardwise.doctor.experiments.run import run_trial, transport_of
 from shardwise.doctor.nccl_log import parse_nccl_log
 from shardwise.vocabulary.units import MIB
 

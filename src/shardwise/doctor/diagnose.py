@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 
+from shardwise.doctor.check import Check
 from shardwise.doctor.checks import ALL_CHECKS
-from shardwise.doctor.findings import Answer, Check, Finding, Gap, Severity, merge_equal
+from shardwise.doctor.findings import Answer, Finding, Gap, Severity, merge_equal
 from shardwise.doctor.measurements import Measurement
 from shardwise.doctor.nccl_log import read_nccl_log
 from shardwise.doctor.nccl_log.records import NcclLog

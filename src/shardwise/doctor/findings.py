@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from shardwise.facts.machine.record import Unreadable
-
-if TYPE_CHECKING:
-    from shardwise.doctor.scene import Scene
 
 
 class Severity(IntEnum):
@@ -120,19 +116,6 @@ class Gap:
 
 
 Answer = Finding | Gap
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """One cause that is looked for."""
-
-    id: str
-    title: str
-    reads: tuple[str, ...]
-    """Where it looks, for the documentation and the report."""
-    look: Callable[[Scene], Iterator[Answer]]
-    of_log: bool = False
-    """Whether it can judge a log that was written elsewhere, without this machine."""
 
 
 def gap(check: str, what: str, problem: Unreadable, *, essential: bool = True) -> Gap:

@@ -13,10 +13,11 @@ import pytest
 from machines.builder import Spec, build
 from machines.catalog import a6000, eight_h100, h200_vm, rtx4090
 
+from shardwise.doctor.check import Check
 from shardwise.doctor.checks import ALL_CHECKS
 from shardwise.doctor.diagnose import Diagnosis, DoctorOptions, Verdict, diagnose, examine, gather
-from shardwise.doctor.experiments import plan_trials, visible_cards
-from shardwise.doctor.findings import Answer, Check, Cost
+from shardwise.doctor.experiments.plan import plan_trials, visible_cards
+from shardwise.doctor.findings import Answer, Cost
 from shardwise.doctor.measurements import Measurement
 from shardwise.doctor.report import render_text, to_json
 from shardwise.doctor.scene import Scene

@@ -1,5 +1,6 @@
 """One file a cause. `ALL_CHECKS` is the one list of them, in the order in which causes turn up in practice."""
 
+from shardwise.doctor.check import Check
 from shardwise.doctor.checks import (
     acs,
     bandwidth,
@@ -34,7 +35,6 @@ from shardwise.doctor.checks import (
     versions,
     virtual_machine,
 )
-from shardwise.doctor.findings import Check
 
 ALL_CHECKS: tuple[Check, ...] = (
     inventory.CHECK,

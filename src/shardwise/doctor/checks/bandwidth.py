@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.doctor.findings import AbTest, Answer, Certainty, Check, Cost, Evidence, Finding, Gap, Severity
+from shardwise.doctor.check import Check
+from shardwise.doctor.findings import AbTest, Answer, Certainty, Cost, Evidence, Finding, Gap, Severity
 from shardwise.doctor.measurements import Measurement
 from shardwise.doctor.scene import Scene
 from shardwise.doctor.thresholds import judge, limit, min_bytes, nvlink_headline, pcie_headline, typical_rate, value

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.doctor.findings import AbTest, Answer, Certainty, Check, Cost, Evidence, Finding, Severity
+from shardwise.doctor.check import Check
+from shardwise.doctor.findings import AbTest, Answer, Certainty, Cost, Evidence, Finding, Severity
 from shardwise.doctor.scene import Scene
 from shardwise.doctor.thresholds import judge, limit
 from shardwise.facts.machine.record import PathType

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.doctor.findings import AbTest, Answer, Certainty, Check, Evidence, Finding, Severity, gap
+from shardwise.doctor.check import Check
+from shardwise.doctor.findings import AbTest, Answer, Certainty, Evidence, Finding, Severity, gap
 from shardwise.doctor.scene import Scene
 from shardwise.facts.machine.record import Unreadable
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardwise.doctor.check import Check
 from shardwise.doctor.checks.common import network_severity
-from shardwise.doctor.findings import AbTest, Answer, Certainty, Check, Evidence, Finding, Severity, gap
+from shardwise.doctor.findings import AbTest, Answer, Certainty, Evidence, Finding, Severity, gap
 from shardwise.doctor.scene import Scene
 from shardwise.doctor.thresholds import value
 from shardwise.facts.machine.record import Limits, Unreadable

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from shardwise.doctor.findings import AbTest, Answer, Certainty, Check, Evidence, Finding, Severity
+from shardwise.doctor.check import Check
+from shardwise.doctor.findings import AbTest, Answer, Certainty, Evidence, Finding, Severity
 from shardwise.doctor.nccl_log.records import LogWarning, NcclLog, NoticeKind, Result
 from shardwise.doctor.scene import Scene
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.doctor.findings import AbTest, Answer, Certainty, Check, Evidence, Finding, Severity, gap
+from shardwise.doctor.check import Check
+from shardwise.doctor.findings import AbTest, Answer, Certainty, Evidence, Finding, Severity, gap
 from shardwise.doctor.measurements import Measurement
 from shardwise.doctor.nccl_log.records import version_numbers
 from shardwise.doctor.relevance import why_no_effect

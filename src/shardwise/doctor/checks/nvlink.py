@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.doctor.findings import AbTest, Answer, Certainty, Check, Cost, Evidence, Finding, Severity, gap
+from shardwise.doctor.check import Check
+from shardwise.doctor.findings import AbTest, Answer, Certainty, Cost, Evidence, Finding, Severity, gap
 from shardwise.doctor.scene import Scene
 from shardwise.doctor.thresholds import expected_links, nvlink_fraction, nvlink_rate
 from shardwise.facts.machine.record import GpuCard, NvLink, Unreadable

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.doctor.findings import AbTest, Answer, Certainty, Check, Cost, Evidence, Finding, Severity
+from shardwise.doctor.check import Check
+from shardwise.doctor.findings import AbTest, Answer, Certainty, Cost, Evidence, Finding, Severity
 from shardwise.doctor.measurements import Measurement
 from shardwise.doctor.scene import Scene, best_rate
 from shardwise.doctor.thresholds import limit, min_bytes

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwise.doctor.findings import AbTest, Answer, Certainty, Check, Cost, Evidence, Finding, Gap, Severity
+from shardwise.doctor.check import Check
+from shardwise.doctor.findings import AbTest, Answer, Certainty, Cost, Evidence, Finding, Gap, Severity
 from shardwise.doctor.scene import Scene
 from shardwise.doctor.thresholds import lanes_rate, pcie_rate, value
 from shardwise.facts.machine.record import GpuCard, PciDevice, Unreadable
