@@ -187,6 +187,11 @@ def row(mbit: float, report: ProbeReport) -> dict[str, object]:
         "latency_seconds": link.latency_seconds,
         "how": link.attained_source,
         "largest": largest,
+        "records": [
+            {"op": record.op, "grouping": record.grouping, "ranks": record.ranks, "bytes": record.bytes,
+             "seconds": record.seconds, "iterations": record.iterations}
+            for record in report.findings.wire
+        ],
         "fits": [
             {"op": fit.op, "busbw_mbit_per_s": fit.bus_bandwidth_bytes_per_s / MBIT, "line_error": fit.line_error,
              "table_error": fit.table_error}

@@ -237,7 +237,7 @@ class Fit:
     """Mean |predicted / measured - 1| of the line at sizes that were left out of its fit, from 1 MiB up if there are
     any."""
     table_error: float
-    """The same for reading the table between its neighbors, straight in log-log."""
+    """The same for reading the table between its neighbors, straight in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -78,9 +77,11 @@ class CollectiveCurve:
         yield from _not_rising("points", "bytes", sizes)
 
     def seconds_at(self, num_bytes: float) -> float:
-        """The time of a message of any size: straight in log-log between the measured neighbors.
+        """The time of a message of any size: a straight line in bytes between the measured neighbors.
 
-        Below the smallest size its time holds, above the largest its bandwidth.
+        A message costs a latency and its bytes, and where one protocol gives way to the next that holds on either
+        side; a line in log-log, which is a power of the size, was less right at sizes that were left out of a table
+        (benchmarks/collective_model.py). Below the smallest size its time holds, above the largest its bandwidth.
 
         Args:
             num_bytes: As nccl-tests defines the size.
@@ -99,8 +100,8 @@ class CollectiveCurve:
         if right == len(self.points):
             return low.seconds * num_bytes / low.bytes
         high = self.points[right]
-        share = math.log(num_bytes / low.bytes) / math.log(high.bytes / low.bytes)
-        return low.seconds * (high.seconds / low.seconds) ** share
+        share = (num_bytes - low.bytes) / (high.bytes - low.bytes)
+        return low.seconds + share * (high.seconds - low.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
