@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -86,31 +87,62 @@ class GradientTimes:
     """Of embedding and root together, at the end."""
 
 
-def compute_times(place: Placement, cluster: Cluster) -> ComputeTimes:
-    """Times of this rank's part of the model for one micro-batch."""
-    rates = Rates(cluster, COMPUTE_DTYPE[place.strategy.precision])
-    head_rates = Rates(cluster, "bf16") if place.strategy.precision == "fp8" else rates
+@dataclass(frozen=True, kw_only=True)
+class BlockTimes:
+    """Seconds of one block, on whatever pipeline stage it lies."""
+
+    forward: float
+    backward: float
+    host: float
+
+
+def block_times(place: Placement, cluster: Cluster) -> BlockTimes:
+    """Times of one block of this rank's part of the model, for one micro-batch."""
+    rates = Rates.of(cluster, COMPUTE_DTYPE[place.strategy.precision])
     matrices, attention = _matrix_seconds(place, rates), _attention_seconds(place, rates)
     traffic = _traffic_bytes(place) / rates.traffic
-    forward = matrices + attention + traffic
     weight_gradients = 1.0 if place.trains_all else _adapter_share(place)
     backward = matrices * (1 + weight_gradients) + _attention_backward(place, rates, attention) + 2 * traffic
     again = recomputed(place)
     backward += matrices * again.matrices + attention * again.attention + traffic * again.elementwise
+    return BlockTimes(
+        forward=matrices + attention + traffic, backward=backward, host=_host_seconds(place, cluster)
+    )  # fmt: skip
+
+
+def compute_times(place: Placement, cluster: Cluster, block: BlockTimes | None = None) -> ComputeTimes:
+    """Times of this rank's part of the model for one micro-batch.
+
+    Args:
+        place: The rank.
+        cluster: Its card.
+        block: Of the same strategy, if it is known.
+    """
+    block = block or block_times(place, cluster)
+    rates = Rates.of(cluster, COMPUTE_DTYPE[place.strategy.precision])
     return ComputeTimes(
-        block_forward=forward,
-        block_backward=backward,
-        head=_head_seconds(place, head_rates) if place.is_last else 0.0,
+        block_forward=block.forward,
+        block_backward=block.backward,
+        head=head_seconds(place, cluster) if place.is_last else 0.0,
         embedding=_embedding_bytes(place) / rates.traffic if place.is_first else 0.0,
         optimizer=step_traffic_bytes(place) / rates.traffic
         if place.strategy.offload == "none"
         else update_seconds(place, cluster),
-        host_per_block=_host_seconds(place, cluster),
+        host_per_block=block.host,
         gather_copy=_gather_copy_bytes(place, inner=True) / rates.traffic,
         outer_gather_copy=_gather_copy_bytes(place, inner=False) / rates.traffic,
-        gradients={first: {last: _gradient_times(place, rates, first=first, last=last) for last in (True, False)}
-                   for first in (True, False)},
-    )  # fmt: skip
+        gradients=_gradients(place, rates),
+    )
+
+
+def _gradients(place: Placement, rates: Rates) -> Mapping[bool, Mapping[bool, GradientTimes]]:
+    """Of the micro-batches that there are."""
+    steps = place.strategy.accumulation
+    kinds = {(True, steps == 1), (False, True), (False, False)} if steps > 2 else {(True, steps == 1), (False, True)}
+    found: dict[bool, dict[bool, GradientTimes]] = {True: {}, False: {}}
+    for first, last in kinds:
+        found[first][last] = _gradient_times(place, rates, first=first, last=last)
+    return found
 
 
 def _gather_copy_bytes(place: Placement, *, inner: bool) -> float:
@@ -165,6 +197,16 @@ class Rates:
         copied = measured.copy_bytes_per_s
         self.traffic = copied if copied else gpu.memory_bandwidth_bytes_per_s * TRAFFIC_SHARE
 
+    @classmethod
+    def of(cls, cluster: Cluster, dtype: str) -> Rates:
+        """The same, made once for a cluster; those of the last few are kept."""
+        for known, of_dtype, rates in _KNOWN_RATES:
+            if known is cluster and of_dtype == dtype:
+                return rates
+        rates = cls(cluster, dtype)
+        _KNOWN_RATES.append((cluster, dtype, rates))
+        return rates
+
     def matmul(self, rows: int, inner: int, columns: int) -> float:
         """FLOP/s of a product [rows, inner] x [inner, columns]."""
         side = (rows * inner * columns) ** (1 / 3)
@@ -176,6 +218,9 @@ class Rates:
         """FLOP/s of causal attention, counting half of the square."""
         points = self.attention_points.get(which, ())
         return interpolate(points, sequence) if points else self.attention_peak * sequence / (sequence + SMALL_SIDE)
+
+
+_KNOWN_RATES: deque[tuple[Cluster, str, Rates]] = deque(maxlen=4)
 
 
 def interpolate(points: Sequence[RatePoint], size: float) -> float:
@@ -265,8 +310,10 @@ def _traffic_bytes(place: Placement) -> float:
     return place.typical_tokens * per_token
 
 
-def _head_seconds(place: Placement, rates: Rates) -> float:
+def head_seconds(place: Placement, cluster: Cluster) -> float:
     """Head and loss, forward and backward, and the final norm, which no block compiles."""
+    precision = place.strategy.precision
+    rates = Rates.of(cluster, "bf16" if precision == "fp8" else COMPUTE_DTYPE[precision])
     vocab, tokens, hidden = place.model.vocab_size / place.strategy.tp, place.typical_tokens, place.model.hidden_size
     rate = rates.matmul(max(1, min(tokens, chunk_tokens(place))), hidden, place.model.vocab_size)
     products = 2 + place.trains_all + (place.strategy.loss == "chunked")

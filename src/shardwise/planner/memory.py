@@ -17,6 +17,7 @@ cached. The engine does not set `expandable_segments`, which would leave the poo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ from shardwise.levers.optimizer import cost as optimizer
 from shardwise.planner.uncertainty import STATIC, room_for, usable_bytes
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job
-from shardwise.vocabulary.memory import ALWAYS, CACHED, STEP, Category, Level, MemoryBreakdown, Term
+from shardwise.vocabulary.memory import ALWAYS, CACHED, STEP, Category, Instant, Level, MemoryBreakdown, Term
 from shardwise.vocabulary.placement import Placement
 from shardwise.vocabulary.strategy import Strategy
 from shardwise.vocabulary.units import GIB, MIB
@@ -51,7 +52,6 @@ LIBRARY_BYTES = 40 * MIB
 _SHARED = (replicate, shard, optimizer)
 """Costs of a split whose variants (micro-batch, checkpointing, loss) store the same."""
 _VARIED = (offload, checkpointing, adapters, loss)
-_AT = {instant: number for number, instant in enumerate(STEP)}
 
 
 def memory(job: Job, cluster: Cluster, strategy: Strategy) -> MemoryBreakdown:
@@ -124,6 +124,62 @@ class _Around:
         return cls(context=context, groups=groups, communicators=groups * each)
 
 
+@functools.cache
+def _numbers(alive: tuple[Instant, ...]) -> tuple[int, ...]:
+    """Which instants of a step these are."""
+    return tuple(number for number, instant in enumerate(STEP) if instant in alive)
+
+
+class Footprint:
+    """Memory of the variants of one split, counted quickly: what they share is counted once, and no term is kept.
+
+    Args:
+        job: What is trained.
+        cluster: On which cards.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster) -> None:
+        self._job, self._cluster = job, cluster
+        self._places: dict[int, Placement] = {}
+        self._shared: dict[tuple[int, bool], Held] = {}
+        self._around: int | None = None
+
+    def look(self, strategy: Strategy) -> tuple[bool, int]:
+        """Whether a variant fits, and the bytes that its fullest rank needs: as `memory` and `uncertainty.fits` say."""
+        needed, fits = 0, True
+        for stage in sorted({0, strategy.pp - 1}):
+            place = self._place(stage, strategy)
+            held = Held(self._of_the_split(place))
+            for module in _VARIED:
+                held.add(module.stores(place))
+            verdict = held.verdict(self._outside(place), self._cluster)
+            fits, needed = fits and verdict[0], max(needed, verdict[1])
+        return fits, needed
+
+    def _outside(self, place: Placement) -> int:
+        """Device memory outside the allocator, the same for all variants."""
+        if self._around is None:
+            around = _Around.of(place, self._cluster)
+            self._around = around.context + around.communicators
+        return self._around
+
+    def _place(self, stage: int, strategy: Strategy) -> Placement:
+        first = self._places.get(stage)
+        if first is None:
+            self._places[stage] = Placement(job=self._job, strategy=strategy, stage=stage)
+            return self._places[stage]
+        return first.variant(strategy)
+
+    def _of_the_split(self, place: Placement) -> Held:
+        """What all variants hold that accumulate, or all that do not."""
+        key = (place.stage, place.strategy.accumulation > 1)
+        if key not in self._shared:
+            held = self._shared[key] = Held()
+            for module in _SHARED:
+                held.add(module.stores(place))
+        return self._shared[key]
+
+
 class Held:
     """Bytes that terms hold at each instant of a step: what the allocator's share and the verdict follow from.
 
@@ -146,21 +202,19 @@ class Held:
     def add(self, terms: Iterable[Term]) -> None:
         """Count these as well."""
         for term in terms:
-            pools = [self.all]
-            if term.category in STATIC:
-                pools.append(self.static)
-            if term.category is Category.GRADIENT and term.name != fully_shard.WHOLE_GRADIENTS:
-                pools.append(self.reduced)
-            elif term.name in fully_shard.GATHER_OUTPUTS:
-                pools.append(self.gathers)
-            elif term.category in _MOVING:
-                pools.append(self.moving)
-            size = term.bytes
-            for instant in term.alive:
-                number = _AT.get(instant)
-                if number is not None:
-                    for pool in pools:
-                        pool[number] += size
+            category, size = term.category, term.bytes
+            pool = None
+            if category is Category.GRADIENT and term.name != fully_shard.WHOLE_GRADIENTS:
+                pool = self.reduced
+            elif category in _MOVING:
+                pool = self.gathers if term.name in fully_shard.GATHER_OUTPUTS else self.moving
+            counted = category in STATIC
+            for number in _numbers(term.alive):
+                self.all[number] += size
+                if counted:
+                    self.static[number] += size
+                if pool is not None:
+                    pool[number] += size
 
     def fragments(self) -> int:
         """What the allocator can neither use nor give back."""
@@ -173,14 +227,17 @@ class Held:
         pools = (max(self.reduced) - self.reduced[now], max(self.moving) - self.moving[now])
         return sum(pools) + max(gather_pool - self.gathers[now], 0)
 
-    def fits(self, place: Placement, cluster: Cluster) -> bool:
-        """Whether there is room for them; `uncertainty.fits` of the same terms, without a breakdown."""
-        peak = max(self.all)
-        outside, fragments = 0, 0
+    def verdict(self, outside: int, cluster: Cluster) -> tuple[bool, int]:
+        """Whether there is room for them, and what is needed; as `uncertainty.fits` of a breakdown of the same terms.
+
+        Args:
+            outside: Device memory that does not belong to the allocator.
+            cluster: The cards.
+        """
+        needed = peak = max(self.all)
         if cluster.gpu.architecture != "cpu":
-            around = _Around.of(place, cluster)
-            outside, fragments = around.context + around.communicators, self.fragments()
-        return room_for(peak + outside + fragments, self.static[self.all.index(peak)], cluster)
+            needed += outside + self.fragments()
+        return room_for(needed, self.static[self.all.index(peak)], cluster), needed
 
 
 _MOVING = (Category.ACTIVATION, Category.TEMPORARY, Category.GRADIENT)

@@ -23,8 +23,8 @@ from shardwise.axes.replicate import cost as replicate
 from shardwise.axes.shard import cost as shard
 from shardwise.axes.tensor import cost as tensor
 from shardwise.levers.offload import cost as offload
-from shardwise.planner.compute import ComputeTimes, GradientTimes, compute_times
-from shardwise.planner.wire import collective_seconds
+from shardwise.planner.compute import BlockTimes, ComputeTimes, GradientTimes, compute_times
+from shardwise.planner.wire import group_shape, shaped_seconds
 from shardwise.vocabulary.cluster import Cluster, LinkKind
 from shardwise.vocabulary.placement import Placement
 from shardwise.vocabulary.strategy import Axis
@@ -38,18 +38,43 @@ CONTENTION_ELSEWHERE = 1.03
 """Slower wires need two to four of them."""
 
 
+_AXES = tuple(Axis)
+
+
 def sends(place: Placement) -> tuple[Collective, ...]:
     """Everything that one rank sends in a step."""
     return shard.sends(place) + replicate.sends(place) + tensor.sends(place) + pipeline.sends(place)
 
 
-def step_timeline(place: Placement, cluster: Cluster, *, keep_spans: bool = False) -> StepTimeline:
-    """Predict one optimizer step of this rank."""
-    messages = sends(place)
-    prices = [(message, collective_seconds(cluster, place.strategy, message)) for message in messages]
-    lanes = _Lanes(prices=tuple(prices), copies=tuple(_copies(place, cluster)))
-    simulation = _Simulation(place, compute_times(place, cluster), lanes, keep_spans=keep_spans)
-    return simulation.run(cluster)
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a step of one rank is made of: counted once, for the quick estimate and for the simulation."""
+
+    place: Placement
+    times: ComputeTimes
+    prices: tuple[tuple[Collective, float], ...]
+    """Messages and the seconds of one of each."""
+    copies: tuple[_Copy, ...] = ()
+
+    @classmethod
+    def of(cls, place: Placement, cluster: Cluster, block: BlockTimes | None = None) -> Parts:
+        """Compute, messages and copies of this rank; a block's times, if they are known."""
+        shapes = {axis: group_shape(cluster, place.strategy, axis) for axis in _AXES}
+        prices = [(message, shaped_seconds(cluster, shapes[message.axis], message)) for message in sends(place)]
+        return cls(
+            place=place, times=compute_times(place, cluster, block), prices=tuple(prices),
+            copies=tuple(_copies(place, cluster)),
+        )  # fmt: skip
+
+    @property
+    def messages(self) -> tuple[Collective, ...]:
+        """Everything that the rank sends in a step."""
+        return tuple(message for message, _ in self.prices)
+
+
+def step_timeline(parts: Parts, cluster: Cluster, *, keep_spans: bool = False) -> StepTimeline:
+    """Predict one optimizer step of a rank."""
+    return _Simulation(parts, keep_spans=keep_spans).run(cluster)
 
 
 def contention_of(cluster: Cluster) -> float:
@@ -74,15 +99,6 @@ class _Copy:
     site: Site
     up: float
     down: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Lanes:
-    """Everything that is not compute."""
-
-    prices: tuple[tuple[Collective, float], ...]
-    """Messages and the seconds of one of each."""
-    copies: tuple[_Copy, ...] = ()
 
 
 @dataclass
@@ -117,10 +133,10 @@ class _Messages:
 class _Simulation:
     """The event simulation of one rank; see [Note: what waits for what]."""
 
-    def __init__(self, place: Placement, times: ComputeTimes, lanes: _Lanes, *, keep_spans: bool) -> None:
-        self.place, self.times, self.prices, self.copies = place, times, lanes.prices, lanes.copies
-        self.blocks = place.num_blocks
-        self.accumulation = place.strategy.accumulation
+    def __init__(self, parts: Parts, *, keep_spans: bool) -> None:
+        self.place, self.times, self.prices, self.copies = parts.place, parts.times, parts.prices, parts.copies
+        self.blocks = parts.place.num_blocks
+        self.accumulation = parts.place.strategy.accumulation
         self.serial_forward, self.serial_backward = self._serial("forward"), self._serial("backward")
         self.clock = _Clock()
         self.spans: list[Span] = []
@@ -296,23 +312,24 @@ class _Loads:
     def beside(self, compute: float, micro_batches: int) -> float:
         """Seconds of all micro-batches, each as long as its compute or its fullest lane."""
         usual = max(self.each.values(), default=0.0)
-        fullest = max((self.each.get(axis, 0.0) + self.once.get(axis, 0.0) for axis in Axis), default=0.0)
+        fullest = max((self.each.get(axis, 0.0) + seconds for axis, seconds in self.once.items()), default=0.0)
+        fullest = max(fullest, usual)
         return (micro_batches - 1) * max(compute, usual) + max(compute, fullest)
 
 
-def estimate_seconds(place: Placement, cluster: Cluster) -> float:
+def estimate_seconds(parts: Parts) -> float:
     """A quick estimate of the step, to rank candidates before they are simulated: every block in its steady state."""
-    times = compute_times(place, cluster)
+    place, times = parts.place, parts.times
     blocks, steps = place.num_blocks, place.strategy.accumulation
     forward, backward, waits = _Loads(), _Loads(), 0.0
-    for message in sends(place):
-        seconds = collective_seconds(cluster, place.strategy, message) * message.count
+    for message, each in parts.prices:
+        seconds = each * message.count
         if message.hides_behind == "nothing" or message.op == "send" or message.site != "block":
             waits += seconds
             continue
         into = forward if message.during == "forward" else backward
         into.add(message.axis, seconds / (steps if message.every == "micro_batch" else 1), message.every)
-    for copy in _copies(place, cluster):
+    for copy in parts.copies:
         if copy.site != "block":
             waits += (copy.up + copy.down) * steps
             continue
@@ -322,10 +339,9 @@ def estimate_seconds(place: Placement, cluster: Cluster) -> float:
     step = forward.beside((times.block_forward + copied) * blocks, steps)
     step += backward.beside((times.block_backward + copied) * blocks, steps)
     step += waits + (times.head + times.embedding) * steps
-    for index in range(min(steps, 3)):  # the first, one between, the last
-        first, last = index == 0, index == min(steps, 3) - 1
-        added = times.gradients[first][last]
-        step += (blocks * added.block + added.outer) * (1 if first or last else steps - 2)
+    for first, kinds in times.gradients.items():
+        for last, added in kinds.items():
+            step += (blocks * added.block + added.outer) * (1 if first or last else steps - 2)
     step = max(step, times.host_per_block * blocks * steps)
     idle = pipeline.idle_share(place.strategy)
     return step / (1 - idle) + times.optimizer

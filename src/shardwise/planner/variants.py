@@ -4,26 +4,29 @@
 A split (mesh and stage) comes in variants: micro-batch, checkpointing, loss. With equal levers, memory grows with the
 micro-batch: if the smallest does not fit none does, and the largest that fits is found by halving. It is also the
 fastest (fewer gathers, larger products), unless rows differ in length and a wider micro-batch brings padding, or the
-stages of a pipeline wait for it. What is left is ranked by a quick estimate, and the step of what may win is simulated.
+stages of a pipeline wait for it; then smaller ones are tried until they take longer. A lever that computes more for the
+same batch (`Lever.saves_no_more_than`) is looked at only for micro-batches that do not fit without it, and not at all
+where even its largest would be too slow. What is left is ranked by a quick estimate, and the step of what may win is
+simulated.
 `tests/unit/planner` compares the outcome with pricing everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwise.planner import rules
-from shardwise.planner.memory import memory
-from shardwise.planner.pricing import price
-from shardwise.planner.timeline import estimate_seconds
-from shardwise.planner.uncertainty import fits
+from shardwise.planner.compute import block_times
+from shardwise.planner.memory import Footprint
+from shardwise.planner.pricing import price, slowest_stage
+from shardwise.planner.splits import Batch, Lever, Split
+from shardwise.planner.timeline import Parts, estimate_seconds
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job
-from shardwise.vocabulary.memory import MemoryBreakdown
 from shardwise.vocabulary.placement import Placement
 from shardwise.vocabulary.plan import Candidate
-from shardwise.vocabulary.strategy import Checkpointing, LossKind, Strategy
+from shardwise.vocabulary.strategy import Strategy
 
 SIMULATED = 4
 """Variants of one split whose step is simulated block by block; the rest is ranked by the quick estimate."""
@@ -33,80 +36,126 @@ it: the estimate is that good."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Variant:
-    """One strategy and what is known of it so far."""
+class _Timed:
+    """A variant that fits, and its step as far as it is known."""
 
     strategy: Strategy
-    used: MemoryBreakdown | None = None
-    """None where bounds say that it fits."""
-    fits: bool = True
+    parts: Parts
+    estimate: float
 
 
-def best_variants(job: Job, cluster: Cluster, kinds: Iterable[list[Strategy]]) -> Iterator[Candidate]:
+def best_variants(job: Job, cluster: Cluster, open_splits: Iterable[Split]) -> Iterator[Candidate]:
     """Of every split the fastest variant that fits, or the smallest if none does.
 
     Args:
         job: What is trained.
         cluster: On which cards.
-        kinds: The legal variants of one split after another.
+        open_splits: The legal ones.
     """
-    splits: list[list[tuple[float, _Variant]]] = []
-    for kind in kinds:
-        looked_at = list(_look_at(job, cluster, kind))
-        fitting = [variant for variant in looked_at if variant.fits]
-        if not fitting:
-            smallest = min(looked_at, key=lambda variant: variant.used.device_bytes if variant.used else 0)
-            yield price(job, cluster, smallest.strategy, smallest.used)
-            continue
-        estimated = [
-            (estimate_seconds(Placement(job=job, strategy=variant.strategy), cluster), variant) for variant in fitting
-        ]
-        splits.append(sorted(estimated, key=lambda pair: pair[0]))
-    leader = min((estimated[0][0] for estimated in splits), default=0.0)
-    for estimated in splits:
-        best = estimated[0][0]
-        limit = best * PROMISING if best <= leader * PROMISING else best
-        near = [variant for estimate, variant in estimated[:SIMULATED] if estimate <= limit]
-        yield rules.fastest_or_simpler([price(job, cluster, each.strategy, each.used) for each in near])
-
-
-def _look_at(job: Job, cluster: Cluster, kind: list[Strategy]) -> Iterator[_Variant]:
-    """Variants that fit and may be the fastest, and those that were found not to fit; see [Note: bounds]."""
-    larger_is_faster = (job.lengths is None or job.packing) and kind[0].pp == 1
-    guess = 0
-    for variants in _by_levers(kind):
-        looked_at = _around_the_limit(job, cluster, variants, guess)
-        yield from looked_at.values()
-        fitting = [index for index, variant in looked_at.items() if variant.fits]
-        guess = max(fitting, default=0)
-        if not larger_is_faster:
-            yield from (_Variant(strategy=variants[i]) for i in range(guess) if i not in looked_at)
-
-
-def _around_the_limit(job: Job, cluster: Cluster, variants: list[Strategy], guess: int) -> dict[int, _Variant]:
-    """The largest variant that fits and the next one, by halving, after a look at the guess and at the one above it."""
-    found: dict[int, _Variant] = {}
-    low, high, middle = 0, len(variants), min(guess, len(variants) - 1)
-    while low < high:
-        used = memory(job, cluster, variants[middle])
-        found[middle] = _Variant(strategy=variants[middle], used=used, fits=fits(used, cluster))
-        if found[middle].fits:
-            low = middle + 1
-            middle = low if middle == guess else (low + high) // 2
+    found: list[list[_Timed]] = []
+    for split in open_splits:
+        look = _Look(job, cluster, split)
+        fitting = look.fitting()
+        if fitting:
+            found.append(sorted(fitting, key=lambda each: each.estimate)[:SIMULATED])
         else:
-            high = middle
-            middle = (low + high) // 2
-    return found
+            yield price(job, cluster, look.smallest())
+    leader = min((timed[0].estimate for timed in found), default=0.0)
+    for timed in found:
+        best = timed[0].estimate
+        limit = best * PROMISING if best <= leader * PROMISING else best
+        near = [each for each in timed if each.estimate <= limit]
+        yield rules.fastest_or_simpler([price(job, cluster, each.strategy, parts=each.parts) for each in near])
 
 
-def _by_levers(kind: list[Strategy]) -> Iterable[list[Strategy]]:
-    """The variants of one split with equal checkpointing and loss, by micro-batch.
+class _Look:
+    """A search among the variants of one split; see [Note: bounds]."""
+
+    def __init__(self, job: Job, cluster: Cluster, split: Split) -> None:
+        self._job, self._cluster, self._split = job, cluster, split
+        self._footprint = Footprint(job, cluster)
+        self._places: dict[int, Placement] = {}
+        self._fastest = float("inf")
+        self._needed: list[tuple[int, Strategy]] = []
+
+    def fitting(self) -> list[_Timed]:
+        """Variants that fit and may be the fastest."""
+        found: list[_Timed] = []
+        larger_is_faster = (self._job.lengths is None or self._job.packing) and self._split.base.pp == 1
+        for batches in _by_accumulation(self._split.batches):
+            largest: dict[Lever, int] = {}
+            for lever in self._split.levers:
+                known = max(
+                    (number for other, number in largest.items() if other.saves_no_more_than(lever)), default=-1
+                )
+                if known == len(batches) - 1 or self._is_hopeless(self._split.variant(batches[-1], lever)):
+                    continue
+                guess = max(known + 1, max(largest.values(), default=0))
+                number = largest[lever] = self._largest_that_fits(batches, lever, known, guess)
+                new = [self._split.variant(batch, lever) for batch in batches[known + 1 : number + 1]]
+                found += self._downhill(new[-1:] if larger_is_faster else new)
+        return found
+
+    def smallest(self) -> Strategy:
+        """The variant that needs least memory, of those that were looked at."""
+        return min(self._needed, key=lambda pair: pair[0])[1]
+
+    def _is_hopeless(self, strategy: Strategy) -> bool:
+        """True if the compute of blocks alone, in the largest micro-batch, takes too long beside what fits already."""
+        if self._fastest == float("inf") or self._job.lengths is not None:
+            return False
+        place = self._places[0].variant(strategy)
+        block = block_times(place, self._cluster)
+        least = (block.forward + block.backward) * place.num_blocks * strategy.accumulation
+        return least > self._fastest * PROMISING
+
+    def _time(self, strategy: Strategy) -> _Timed:
+        parts = slowest_stage(self._job, self._cluster, strategy, self._places)
+        timed = _Timed(strategy=strategy, parts=parts, estimate=estimate_seconds(parts))
+        self._fastest = min(self._fastest, timed.estimate)
+        return timed
+
+    def _downhill(self, variants: Sequence[Strategy]) -> list[_Timed]:
+        """From the largest micro-batch that fits to smaller ones, until they take longer.
+
+        Padding and the bubble fall with the micro-batch, gathers and small products grow: there is one valley.
+        """
+        found: list[_Timed] = []
+        for strategy in reversed(variants):
+            found.append(self._time(strategy))
+            if len(found) > 1 and found[-1].estimate > found[-2].estimate:
+                break
+        return found
+
+    def _largest_that_fits(self, batches: Sequence[Batch], lever: Lever, known: int, guess: int) -> int:
+        """Number of the largest batch that fits: by halving, after a look at the guess and at the one above it.
+
+        Args:
+            batches: Smallest first.
+            lever: Of all of them.
+            known: Number of one that fits, or -1.
+            guess: Where to look first.
+        """
+        low, high, middle = known + 1, len(batches), min(guess, len(batches) - 1)
+        while low < high:
+            strategy = self._split.variant(batches[middle], lever)
+            fits, needed = self._footprint.look(strategy)
+            if fits:
+                low = middle + 1
+                middle = low if middle == guess else (low + high) // 2
+            else:
+                self._needed.append((needed, strategy))
+                high = middle
+                middle = (low + high) // 2
+        return low - 1
+
+
+def _by_accumulation(batches: Sequence[Batch]) -> Iterator[tuple[Batch, ...]]:
+    """Batches that accumulate, and the one that does not, by micro-batch.
 
     Accumulation of whole gradients takes memory that a single micro-batch does not, so that one stands apart.
     """
-    levers: dict[tuple[Checkpointing, LossKind, bool], list[Strategy]] = {}
-    for strategy in kind:
-        levers.setdefault((strategy.checkpointing, strategy.loss, strategy.accumulation > 1), []).append(strategy)
-    for variants in levers.values():
-        variants.sort(key=lambda strategy: strategy.micro_batch_size)
-    return levers.values()
+    for accumulates in (False, True):
+        chosen = [batch for batch in batches if (batch.accumulation > 1) == accumulates]
+        if chosen:
+            yield tuple(sorted(chosen, key=lambda batch: batch.micro_batch_size))

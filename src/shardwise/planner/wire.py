@@ -5,7 +5,7 @@ Groups are slices of the mesh (outer to inner: pp, dp_replicate, dp_shard, tp). 
 the link inside the node. A group of n cards over k nodes, g in each, sends (k - 1)/k of the message through the node's
 adapters, of which its g cards have g shares, and overlaps that with the traffic inside: the slower of the two counts.
 
-Measured tables win over data sheets. Between their sizes time is interpolated log-log; above them bandwidth stays,
+Measured tables win over data sheets. Between their sizes time is straight in bytes; above them bandwidth stays,
 below them time stays. A table for another number of ranks is scaled by bus bandwidth.
 """
 
@@ -36,17 +36,17 @@ class GroupShape:
 
 def group_shape(cluster: Cluster, strategy: Strategy, axis: Axis) -> GroupShape:
     """Where the cards of one group of `axis` lie; see [Note: which wire]."""
-    stride = math.prod(strategy.degree(inner) for inner in _INSIDE[axis])
-    return _shape(strategy.degree(axis), stride, cluster.gpus_per_node)
-
-
-_INSIDE = {
-    Axis.TP: (),
-    Axis.DP_SHARD: (Axis.TP,),
-    Axis.DP_REPLICATE: (Axis.TP, Axis.DP_SHARD),
-    Axis.PP: (Axis.TP, Axis.DP_SHARD, Axis.DP_REPLICATE),
-}
-"""The axes whose neighbors lie nearer than those of an axis."""
+    ranks, stride = strategy.tp, 1
+    for other, degree in (
+        (Axis.DP_SHARD, strategy.dp_shard), (Axis.DP_REPLICATE, strategy.dp_replicate), (Axis.PP, strategy.pp)
+    ):  # fmt: skip
+        if axis is Axis.TP:
+            break
+        stride *= ranks
+        ranks = degree
+        if other is axis:
+            break
+    return _shape(ranks, stride, cluster.gpus_per_node)
 
 
 @functools.cache
@@ -59,7 +59,11 @@ def _shape(ranks: int, stride: int, per_node: int) -> GroupShape:
 
 def collective_seconds(cluster: Cluster, strategy: Strategy, message: Collective) -> float:
     """Seconds of one message of `message`."""
-    shape = group_shape(cluster, strategy, message.axis)
+    return shaped_seconds(cluster, group_shape(cluster, strategy, message.axis), message)
+
+
+def shaped_seconds(cluster: Cluster, shape: GroupShape, message: Collective) -> float:
+    """The same on a group whose shape is known."""
     if message.op == "send":
         shape = GroupShape(ranks=2, nodes=min(2, shape.nodes))
     return message_seconds(cluster, shape, message.op, message.bytes)

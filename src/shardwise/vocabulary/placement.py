@@ -6,8 +6,10 @@ forget another.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 from shardwise.vocabulary.job import Job, LoraSettings
 from shardwise.vocabulary.model import LinearShape, ModelShape
@@ -44,6 +46,13 @@ class Group:
         return self.trainable + self.frozen
 
 
+Figure = TypeVar("Figure")
+_OF_THE_SPLIT = (
+    "num_blocks", "block_elements", "adapter_elements", "groups", "trainable", "frozen", "quantized", "frozen_bytes",
+)  # fmt: skip
+"""Properties of a Placement that do not depend on micro-batch, accumulation, checkpointing and loss."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """The part of `job.model` on one rank of pipeline stage `stage`."""
@@ -51,6 +60,34 @@ class Placement:
     job: Job
     strategy: Strategy
     stage: int = 0
+
+    def variant(self, strategy: Strategy) -> Placement:
+        """The same part under a strategy that differs in micro-batch, accumulation, checkpointing or loss only.
+
+        What follows from mesh, stage and tuning alone is not counted again.
+        """
+        other = Placement(job=self.job, strategy=strategy, stage=self.stage)
+        known = self.__dict__
+        other.__dict__.update({name: known[name] for name in _OF_THE_SPLIT if name in known})
+        other.__dict__["_worked_out"] = self._worked_out
+        return other
+
+    @cached_property
+    def _worked_out(self) -> dict[str, Any]:
+        return {}
+
+    def once(self, name: str, work_out: Callable[[Placement], Figure]) -> Figure:
+        """A figure that follows from mesh, stage and tuning alone, worked out once for all variants of a split.
+
+        Args:
+            name: Of the figure, the same for the same `work_out`.
+            work_out: Makes it. Must not read micro-batch, accumulation, checkpointing or loss.
+        """
+        known = self._worked_out
+        if name not in known:
+            known[name] = work_out(self)
+        figure: Figure = known[name]
+        return figure
 
     @property
     def model(self) -> ModelShape:

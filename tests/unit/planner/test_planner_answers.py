@@ -285,3 +285,28 @@ def test_bounds_lose_no_answer(gpus: str, name: str) -> None:
             assert each.step.seconds <= 1.05 * best[each.strategy.tuning, each.strategy.name]
     fitting = {(each.strategy.tuning, each.strategy.name) for each in everything if each.fits}
     assert fitting == set(best)
+
+
+UNEVEN = SequenceLengths(
+    num_sequences=10_000, total_tokens=4_000_000, supervised_tokens=2_000_000, longest=2048, mean=400.0, p50=300,
+    p95=1500, quantiles=(50, 300, 2048),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths_of", [None, UNEVEN], ids=["equal rows", "uneven rows"])
+@pytest.mark.parametrize("wishes", [Wishes(every_axis=True), Wishes(keep_unsharded=True)], ids=["meshes", "whole"])
+def test_bounds_lose_no_answer_of_other_meshes_and_rows(wishes: Wishes, lengths_of: SequenceLengths | None) -> None:
+    """The same for pipelines, whose bubble grows with the micro-batch, and for rows whose padding does."""
+    job = Job(model=catalog.model("llama-2-13b"), global_batch_size=32, sequence_length=2048, lengths=lengths_of)
+    cluster = catalog.parse_gpus("8xa100-40gb-sxm")
+    pruned, _ = survey(job, cluster, wishes)
+    everything, _ = survey(job, cluster, dataclasses.replace(wishes, every_candidate=True))
+    best: dict[str, float] = {}
+    for each in everything:
+        if each.fits:
+            best[each.strategy.name] = min(each.step.seconds, best.get(each.strategy.name, math.inf))
+    assert {each.strategy.name for each in pruned if each.fits} == set(best)
+    fastest = min(best.values())
+    for each in pruned:
+        if each.fits and best[each.strategy.name] <= 1.15 * fastest:
+            assert each.step.seconds <= 1.05 * best[each.strategy.name], each.strategy

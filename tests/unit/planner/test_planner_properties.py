@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import math
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 from shardwise.facts import catalog
 from shardwise.levers.loss.cost import logit_bytes
 from shardwise.planner.answer import make_plan
-from shardwise.planner.memory import memory
+from shardwise.planner.memory import Footprint, memory
 from shardwise.planner.pricing import price
 from shardwise.planner.search import Wishes, meshes, strategies, survey
-from shardwise.planner.timeline import sends
+from shardwise.planner.timeline import Parts, sends
+from shardwise.planner.uncertainty import fits
 from shardwise.vocabulary import codec
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job, LoraSettings, TuningWish
@@ -220,6 +222,35 @@ def test_predictions_are_finite_and_positive(case: tuple[Job, Strategy], card: s
     needed, (low, high) = candidate.memory.needed_bytes, candidate.memory_interval_bytes
     assert low <= needed <= high
     assert needed + candidate.memory.cached_bytes == candidate.memory.device_bytes
+
+
+@QUICK
+@given(case=cases(), card=st.sampled_from(CARDS), pp=st.sampled_from((1, 1, 2)))
+def test_the_quick_look_is_the_breakdowns_verdict(case: tuple[Job, Strategy], card: str, pp: int) -> None:
+    """What a search counts for a variant is what its breakdown says, whatever was looked at before it."""
+    job, strategy = case
+    cluster = cluster_of(card, 8, 8)
+    strategy = dataclasses.replace(strategy, pp=pp)
+    footprint = Footprint(job, cluster)
+    changes: tuple[dict[str, Any], ...] = (
+        {}, {"checkpointing": "full"}, {"loss": "chunked"}, {"micro_batch_size": 3, "accumulation": 7},
+        {"accumulation": 1},
+    )  # fmt: skip
+    for change in changes:
+        variant = dataclasses.replace(strategy, **change)
+        used = memory(job, cluster, variant)
+        assert footprint.look(variant) == (fits(used, cluster), used.needed_bytes)
+
+
+@QUICK
+@given(case=cases())
+def test_what_a_split_works_out_once_holds_for_its_variants(case: tuple[Job, Strategy]) -> None:
+    job, strategy = case
+    other = dataclasses.replace(strategy, micro_batch_size=5, accumulation=2, checkpointing="selective", loss="chunked")
+    first = Placement(job=job, strategy=strategy)
+    cluster = cluster_of("h200", 8, 8)
+    Parts.of(first, cluster)  # fills what is kept
+    assert Parts.of(first.variant(other), cluster) == Parts.of(Placement(job=job, strategy=other), cluster)
 
 
 @QUICK

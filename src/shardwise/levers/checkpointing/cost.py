@@ -106,12 +106,17 @@ def kept_per_token(place: Placement) -> float:
         return boundary
     if place.strategy.checkpointing == "none":
         return saved_per_token(place)
+    return boundary + place.once("checkpointing.selected", _selected_per_token)
+
+
+def _selected_per_token(place: Placement) -> float:
+    """What selective checkpointing keeps besides a block's input."""
     model, tp = place.model, place.strategy.tp
     attention = (place.element_bytes * model.query_size + 4 * model.num_attention_heads) / tp
     products = _products(place)[::2]
     if place.strategy.compile_blocks:
         products = [product for product in products if not product.is_last]
-    return boundary + attention + place.element_bytes * sum(product.out_features for product in products)
+    return attention + place.element_bytes * sum(product.out_features for product in products)
 
 
 def recomputed_per_token(place: Placement) -> float:
@@ -136,6 +141,10 @@ class _Product:
 
 def _products(place: Placement) -> list[_Product]:
     """The products of a block in their order; an adapter's two follow its matrix."""
+    return place.once("checkpointing.products", _work_out_products)
+
+
+def _work_out_products(place: Placement) -> list[_Product]:
     tp, lora = place.strategy.tp, place.job.lora
     with_adapter = set() if place.trains_all else {linear.name for linear in adapted(place.model, lora)}
     products: list[_Product] = []
@@ -155,6 +164,10 @@ def _products(place: Placement) -> list[_Product]:
 
 def saved_per_token(place: Placement) -> float:
     """Bytes a token that the backward of one block reads; see [Note: saved activations]."""
+    return place.once("checkpointing.saved", _work_out_saved)
+
+
+def _work_out_saved(place: Placement) -> float:
     return _norms(place) + _attention(place) + _feed_forward(place) + _adapters(place)
 
 
