@@ -35,6 +35,19 @@ def _serve(rank: int, orders: Any, results: Any) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers results with their mesh, and takes the mesh of a world that is gone for an equal new one.
+
+    Its groups have the old names, which stand for other groups now: ranks would wait for each other forever.
+    """
+    from torch.distributed.tensor import debug
+    from torch.distributed.tensor._redistribute import _gen_transform_infos
+
+    debug._clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
 
 
 class Pool:

@@ -22,6 +22,7 @@ from shardwise.axes.pipeline import cost as pipeline
 from shardwise.axes.replicate import cost as replicate
 from shardwise.axes.shard import cost as shard
 from shardwise.axes.tensor import cost as tensor
+from shardwise.levers.loss import cost as loss
 from shardwise.levers.offload import cost as offload
 from shardwise.planner.compute import BlockTimes, ComputeTimes, GradientTimes, compute_times
 from shardwise.planner.wire import group_shape, shaped_seconds
@@ -43,7 +44,8 @@ _AXES = tuple(Axis)
 
 def sends(place: Placement) -> tuple[Collective, ...]:
     """Everything that one rank sends in a step."""
-    return shard.sends(place) + replicate.sends(place) + tensor.sends(place) + pipeline.sends(place)
+    axes = shard.sends(place) + replicate.sends(place) + tensor.sends(place) + pipeline.sends(place)
+    return axes + loss.sends(place)
 
 
 @dataclass(frozen=True, kw_only=True)

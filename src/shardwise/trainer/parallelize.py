@@ -2,7 +2,7 @@
 
     model.py       adapters, dtypes, the layers of this stage    (the skeleton comes with them)
     1  loss        the model's forward answers with its summed loss
-    2  tensor      matrices split over tp                  a later axis
+    2  tensor      matrices split over tp
     3  fp8         the blocks' products in 8 bits
     4  checkpoint  blocks keep less
     5  compile     blocks compiled, in place
@@ -26,6 +26,8 @@ from shardwise.axes.pipeline import cost as pipeline
 from shardwise.axes.pipeline.apply import chunks_of, embedding_of
 from shardwise.axes.replicate import apply as replicate
 from shardwise.axes.shard import apply as shard
+from shardwise.axes.tensor import apply as tensor
+from shardwise.axes.tensor import cost as tensor_cost
 from shardwise.errors import ConfigError
 from shardwise.levers.adapters import apply_nf4 as nf4
 from shardwise.levers.checkpointing import apply as checkpointing
@@ -49,17 +51,19 @@ def parallelize(skeleton: Skeleton, mesh: RankMesh, strategy: Strategy) -> None:
     refuse_unsupported(strategy)
     refuse_machine(strategy, mesh.device)
     for chunk in chunks_of(skeleton.model):
-        _before_groups(chunk, strategy)
+        _before_groups(chunk, mesh, strategy)
     split = replicate.apply if strategy.zero_stage == 0 else shard.apply
     for groups in find_groups(skeleton):
         split(groups, mesh.data, precision.policy(strategy), offload.policy(strategy, mesh.device), strategy)
 
 
-def _before_groups(model: Any, strategy: Strategy) -> None:
+def _before_groups(model: Any, mesh: RankMesh, strategy: Strategy) -> None:
     """Everything that happens to a model, or to a stage's chunk of it, before it falls into groups."""
     if model.get_output_embeddings() is not None:  # not where a chunk ends with hidden states
         loss.apply(model, strategy.loss, compiled=strategy.compile_blocks)
     blocks = decoder_blocks(model)
+    if mesh.tensor is not None:
+        tensor.apply(model, blocks, mesh.tensor, strategy)
     if strategy.precision == "fp8":
         fp8.apply(blocks)
     checkpointing.apply(blocks, strategy.checkpointing)
@@ -84,7 +88,7 @@ def refuse_unsupported(strategy: Strategy) -> None:
     """
     problems = list(engine.not_run(strategy))
     problems += offload.problems(strategy)
-    problems += [f"{message}." for _, message in pipeline.problems(strategy)]
+    problems += [f"{message}." for _, message in (*tensor_cost.problems(strategy), *pipeline.problems(strategy))]
     if strategy.zero_stage > 0 and strategy.dp_shard == 1:
         problems.append(f"ZeRO stage {strategy.zero_stage} over one shard splits nothing; use stage 0.")
     if strategy.zero_stage == 0 and strategy.dp_shard > 1:

@@ -5,8 +5,9 @@ is under way; a step whose norm is not finite is skipped by the fused optimizer 
 card. Only optimizers without that flag make the host look at the norm.
 
 [Note: true norm] Clipping uses the norm of the whole gradient: squares of the local parts, summed over dp_shard by one
-all_reduce of one number, and over the stages of a pipeline by another. Replicas hold the same parts, so dp_replicate is
-not summed over; a weight that two stages share counts on one of them.
+all_reduce of one number, and over tp and the stages of a pipeline by another each. Replicas hold the same parts, so
+dp_replicate is not summed over; a weight that two stages share counts on one of them, and what every rank of tp holds
+whole on the first.
 
 [Note: empty micro-batch] A rank without samples still forwards and backwards a dummy, because the others gather and
 reduce with it; its labels are all -100, so its loss and gradients are zero.
@@ -14,6 +15,7 @@ reduce with it; its labels are all -100, so its loss and gradients are zero.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.axes.pipeline.apply import chunks_of
+from shardwise.axes.tensor.apply import is_split, partial_parameters, sum_partial_gradients
 from shardwise.levers.accumulation.apply import loss_scale
 from shardwise.trainer.data.collate import Batch, document_causal_mask
 from shardwise.trainer.mesh import RankMesh
@@ -81,6 +84,8 @@ class Stepper:
             after_backward: Called while the step's gradients exist.
         """
         loss = self.backward(batches, num_batches, num_tokens)
+        if self.mesh.tensor is not None:
+            sum_partial_gradients(self._partial, self.mesh.tensor.get_group())
         if after_backward is not None:
             after_backward()
         norm = self.clip()
@@ -102,15 +107,24 @@ class Stepper:
         assert total is not None, "a step without a micro-batch"
         return total / max(num_tokens, 1)
 
+    @functools.cached_property
+    def _partial(self) -> list[nn.Parameter]:
+        return partial_parameters(self.model)
+
     def clip(self) -> Tensor:
         """Scales all gradients so that their norm is at most max_grad_norm; returns the norm before: []."""
         gradients = local_gradients(self.optimizer)
-        elsewhere = self.pipeline.counted_elsewhere() if self.pipeline is not None else None
-        norm = global_norm(local_gradients(self.optimizer, but=elsewhere), self.mesh)
+        norm = global_norm(local_gradients(self.optimizer, counts=self._counts_here), self.mesh)
         if self.max_grad_norm > 0:
             factor = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             foreach_mul_(gradients, factor.to(gradients[0].dtype))
         return norm
+
+    def _counts_here(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank counts a parameter's gradient ([Note: true norm])."""
+        if self.pipeline is not None and parameter is self.pipeline.counted_elsewhere():
+            return False
+        return self.mesh.tensor_rank == 0 or is_split(parameter)
 
     def _update(self, norm: Tensor) -> Tensor:
         skipped = (~torch.isfinite(norm)).to(torch.float32)
@@ -170,10 +184,12 @@ def model_inputs(batch: Batch, attention: str) -> dict[str, Any]:
     return inputs | {"attention_mask": mask}
 
 
-def local_gradients(optimizer: torch.optim.Optimizer, *, but: nn.Parameter | None = None) -> list[Tensor]:
-    """This rank's part of every gradient, in the order of the optimizer's parameters; one may be left out."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gradients = [one.grad for one in parameters if one.grad is not None and one is not but]
+def local_gradients(
+    optimizer: torch.optim.Optimizer, *, counts: Callable[[nn.Parameter], bool] | None = None
+) -> list[Tensor]:
+    """This rank's part of every gradient, or of those that count, in the order of the optimizer's parameters."""
+    parameters: list[nn.Parameter] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [one.grad for one in parameters if one.grad is not None and (counts is None or counts(one))]
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
@@ -185,6 +201,8 @@ def global_norm(gradients: Sequence[Tensor], mesh: RankMesh) -> Tensor:
     shards = mesh.data.get_group(mesh.data.ndim - 1)
     if dist.get_world_size(shards) > 1:
         dist.all_reduce(square, group=shards)
+    if mesh.tensor is not None:
+        dist.all_reduce(square, group=mesh.tensor.get_group())
     if mesh.pipeline is not None:
         dist.all_reduce(square, group=mesh.pipeline.get_group())
     return square.sqrt()

@@ -11,6 +11,8 @@ for the card.
 them and its logits. So the model's own forward is asked: with a stand-in for decoder and head, which costs nothing, its
 logits must be what the rule says, or these losses are refused.
 
+A head that tensor parallel has split gives a DTensor of logits split along the vocabulary; see `apply_split.py`.
+
 Shapes: B rows, T tokens of a row, N tokens that get logits, H hidden size, V vocabulary.
 """
 
@@ -24,10 +26,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ConfigError
 from shardwise.levers.loss.apply_fused import IGNORE_INDEX, LogitRule, fine_dtype, linear_cross_entropy
+from shardwise.levers.loss.apply_split import split_cross_entropy, whole_hidden
 from shardwise.levers.loss.cost import CHUNK_TOKENS
 from shardwise.vocabulary.strategy import LossKind
 
@@ -55,12 +59,15 @@ def apply(model: nn.Module, kind: LossKind, *, compiled: bool = False) -> None:
         self: Any, *args: Any, loss_labels: Tensor | None = None, loss_rows: Tensor | None = None, **kwargs: Any
     ) -> Any:
         if loss_labels is None:
-            return own_forward(*args, **kwargs)
+            return _with_whole_logits(own_forward(*args, **kwargs))
         targets = next_tokens(loss_labels)  # [B, T]
         if from_hidden is None:
             logits: Tensor = own_forward(*args, use_cache=False, **kwargs).logits  # [B, T, V]
             return summed_cross_entropy(logits, targets)
         hidden: Tensor = self.get_decoder()(*args, use_cache=False, **kwargs).last_hidden_state  # [B, T, H]
+        weight = self.get_output_embeddings().weight
+        if isinstance(weight, DTensor):
+            hidden = whole_hidden(hidden, weight, targets.shape[1])
         return from_hidden(self, *taken(hidden.flatten(0, 1), targets.flatten(), loss_rows))
 
     model.forward = types.MethodType(forward, model)
@@ -97,18 +104,38 @@ def loss_of_hidden(model: nn.Module, kind: LossKind, *, compiled: bool) -> LossO
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy in fp32 (or finer), summed over the tokens that are learnt: [..., V], [...] -> []."""
+    if isinstance(logits, DTensor):
+        part, group = logits.to_local().flatten(0, -2), logits.device_mesh.get_group()
+        return split_cross_entropy(part, targets.flatten(), group, IGNORE_INDEX)
     fine = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(fine.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def _chunked(head: nn.Module, hidden: Tensor, targets: Tensor, rule: LogitRule) -> Tensor:
+def _with_whole_logits(output: Any) -> Any:
+    """What a model's own forward gave, with its logits gathered if they are split."""
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, DTensor):
+        output.logits = logits.full_tensor()
+    return output
+
+
+def _chunked(head: Any, hidden: Tensor, targets: Tensor, rule: LogitRule) -> Tensor:
+    product: Callable[[Tensor], Tensor] = _split_product(head) if isinstance(head.weight, DTensor) else head
+
     def of_chunk(chunk: Tensor, chunk_targets: Tensor) -> Tensor:
-        return summed_cross_entropy(rule(head(chunk)), chunk_targets)
+        return summed_cross_entropy(rule(product(chunk)), chunk_targets)
 
     total = hidden.new_zeros((), dtype=fine_dtype(hidden.dtype))
     for chunk, chunk_targets in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
         total = total + checkpoint(of_chunk, chunk, chunk_targets, use_reentrant=False)
     return total
+
+
+def _split_product(head: Any) -> Callable[[Tensor], Tensor]:
+    """The head for tokens that every rank of tp has, without the messages of its hooks: [N, H] -> [N, V] split."""
+    mesh, weight = head.weight.device_mesh, head.weight.to_local()
+    bias = None if head.bias is None else head.bias.to_local()
+    return lambda chunk: DTensor.from_local(F.linear(chunk, weight, bias), mesh, [Shard(-1)], run_check=False)
 
 
 def logit_rule(model: Any) -> LogitRule:

@@ -9,6 +9,7 @@ Chunked: the same for one chunk of tokens at a time, plus the gradient of the hi
 Fused: one chunk of logits, over which their gradient is written (E); where the chunk's kernel is not compiled, an fp32
 copy and one passing value beside it (E + 4 + 4). From the forward of the loss to its backward the gradients of hidden
 states (E) and head stay; the head's in fp32 if there is more than one chunk, cast to E bytes at the end.
+Split over tp (`apply_split.py`): one fp32 copy, worked on in place, forward and backward (E + 4).
 
 Source: peak bytes of simulated steps; `tests/distributed/test_costs.py` on real ones.
 """
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 from shardwise.vocabulary.memory import Category, Instant, Term
 from shardwise.vocabulary.placement import Placement
+from shardwise.vocabulary.strategy import Axis
+from shardwise.vocabulary.timeline import Collective, Pass
 
 SOURCE = "[Note: bytes of a logit]"
 CHUNK_TOKENS = 1024
@@ -26,6 +29,38 @@ FUSED_CHUNK_BYTES = 2**30
 of the head's gradient is read and written seldom."""
 TILE = 128
 """Chunks and numbers of tokens are rounded to it, as matrix kernels cut them."""
+
+
+STATISTICS_BYTES = 12
+"""A token and rank of tp: largest logit, sum of exponentials, logit of the target, in fp32."""
+
+
+def sends(place: Placement) -> tuple[Collective, ...]:
+    """Statistics of split logits, of all tokens or chunk by chunk; chunks are computed once more in backward."""
+    strategy = place.strategy
+    if strategy.tp == 1 or not place.is_last:
+        return ()
+    size = chunk_tokens(place)
+    chunks, rest = divmod(place.tokens, size)
+    passes: tuple[Pass, ...] = ("forward", "backward") if strategy.loss == "chunked" else ("forward",)
+    return tuple(
+        Collective(
+            op="all_gather",
+            axis=Axis.TP,
+            ranks=strategy.tp,
+            bytes=STATISTICS_BYTES * tokens * strategy.tp,
+            count=count * strategy.accumulation,
+            site="root",
+            during=during,
+            hides_behind="nothing",
+            name="all_gather of the loss's statistics",
+            formula=f"{STATISTICS_BYTES} B x {tokens:,} tokens x {strategy.tp}",
+            source="levers/loss/apply_split.py",
+        )
+        for tokens, count in ((size, chunks), (rest, 1 if rest else 0))
+        if count
+        for during in passes
+    )
 
 
 def stores(place: Placement) -> tuple[Term, ...]:
@@ -45,6 +80,8 @@ def per_logit(place: Placement) -> int:
     """Bytes of one logit at the peak; see [Note: bytes of a logit]."""
     if place.strategy.loss == "fused":
         return place.element_bytes + (0 if place.strategy.compile_blocks else 8)
+    if place.strategy.tp > 1:
+        return place.element_bytes + 4
     return max(place.element_bytes + 8, 12)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.levers.optimizer.apply_8bit import AdamW8bit
 from shardwise.levers.optimizer.apply_bf16 import AdamWBf16States
@@ -52,11 +53,21 @@ def apply(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimize
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: with and without decay. Vectors (norms, biases) have none."""
+    """With and without decay: vectors (norms, biases) have none. A group each for parameters on different meshes.
+
+    Under tensor parallel split matrices lie on another mesh than norms, and one fused kernel takes one mesh.
+    """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     decayed, others = _split(trained)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    kinds = ((decayed, weight_decay), (others, 0.0))
+    return [{"params": part, "weight_decay": decay} for members, decay in kinds for part in _by_mesh(members)]
+
+
+def _by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    found: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(found.values())
 
 
 def _split(trained: Mapping[str, nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
 
 from shardwise.axes.fully_shard_apply import fsdp_modules
 from shardwise.axes.pipeline.apply import layers_of
+from shardwise.axes.tensor import apply as tensor
 from shardwise.errors import PlanMismatchError
 from shardwise.levers.adapters.apply_nf4 import PACKED
 from shardwise.levers.precision.apply import compute_dtype, master_dtype
@@ -58,13 +60,9 @@ def _parameter_problems(model: nn.Module, mesh: RankMesh, strategy: Strategy) ->
         if parameter.is_floating_point() and parameter.dtype != wanted_dtype:
             problems.append(f"{clean_name(name)} is stored in {parameter.dtype}, planned in {wanted_dtype}.")
         managed = parameter.requires_grad or strategy.zero_stage == 3
-        is_split = isinstance(parameter, DTensor)
-        if managed and not is_split:
-            problems.append(f"{clean_name(name)} is a plain tensor; fully_shard does not manage it.")
-        elif is_split and not managed:
-            problems.append(f"{clean_name(name)} is frozen and should be kept whole by each rank, but is managed.")
-        elif isinstance(parameter, DTensor):
-            problems.extend(_placement_problem(clean_name(name), parameter, mesh))
+        problems.extend(
+            _placement_problem(clean_name(name), parameter, _planned_placement(name, mesh, managed=managed))
+        )
     return problems
 
 
@@ -97,16 +95,40 @@ def _without_adapter(name: str) -> str:
     return name.replace(".base_layer.", ".").replace(f".{PACKED}", ".weight")
 
 
-def _placement_problem(name: str, parameter: DTensor, mesh: RankMesh) -> list[str]:
-    """Sharded along dp_shard and replicated along dp_replicate, over as many ranks as planned."""
-    planned = dict(zip(mesh.data.mesh_dim_names or (), mesh.data.shape, strict=True))
-    placed = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True))
-    degrees = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape, strict=True))
-    right = all(
-        degrees.get(axis) == degree and isinstance(placed[axis], Shard if axis == Axis.DP_SHARD else Replicate)
-        for axis, degree in planned.items()
-    )
-    return [] if right else [f"{name} is placed {placed} on {degrees}, planned on {planned}."]
+def _planned_placement(name: str, mesh: RankMesh, *, managed: bool) -> dict[str, tuple[int, str]]:
+    """Degree and kind of placement along every axis that a parameter should know of."""
+    planned: dict[str, tuple[int, str]] = {}
+    if managed:
+        for axis, degree in zip(mesh.data.mesh_dim_names or (), mesh.data.shape, strict=True):
+            planned[axis] = (degree, "sharded" if axis == Axis.DP_SHARD else "replicated")
+    split = tensor.planned_placement(clean_name(name)) if mesh.tensor is not None else None
+    if mesh.tensor is not None and split is not None:
+        planned[Axis.TP] = (mesh.tensor.size(), _in_words(split, Axis.TP))
+    return planned
+
+
+def _placement_problem(name: str, parameter: nn.Parameter, planned: Mapping[str, tuple[int, str]]) -> list[str]:
+    """Sharded along dp_shard, replicated along dp_replicate, split along tp: as planned, over as many ranks."""
+    found: dict[str, tuple[int, str]] = {}
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for axis, degree, placed in zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True):
+            found[axis] = (degree, _in_words(placed, axis))
+    if found == planned:
+        return []
+    return [f"{name} should be {_described(planned)}, but is {_described(found)}."]
+
+
+def _in_words(placement: Placement, axis: str) -> str:
+    if placement.is_replicate():
+        return "replicated"
+    return f"split along dim {cast(Any, placement).dim}" if axis == Axis.TP else "sharded"
+
+
+def _described(placed: Mapping[str, tuple[int, str]]) -> str:
+    if not placed:
+        return "a plain tensor, whole on each rank"
+    return " and ".join(f"{words} over {axis} {degree}" for axis, (degree, words) in placed.items())
 
 
 def wrapped_classes(model: nn.Module) -> dict[str, int]:
