@@ -232,7 +232,7 @@ def _say_plan(trial: Trial) -> None:
 
     strategy, job = trial.candidate.strategy, trial.plan.job
     _say(f"{words.full_name(strategy)}: {words.describe_settings(strategy)}")
-    _say("  " + words.describe_batch(strategy, job.sequence_length))
+    _say("  " + words.describe_batch(strategy, job))
     for text in words.sentence_about(trial.candidate, trial.plan):
         _say("  " + text)
     _say(f"  Why: {trial.plan.reason}")

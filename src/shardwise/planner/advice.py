@@ -90,7 +90,7 @@ def _full_instead(job: Job, best: Candidate, candidates: Sequence[Candidate]) ->
         command=changes.spelled({"tuning": "full"}),
         price=(
             f"{format_rate(fastest.tokens_per_s)} tokens/s, {times:.2g} times the step, and "
-            f"{format_gb(fastest.memory.device_bytes)} a card"
+            f"{format_gb(fastest.memory.needed_bytes)} a card"
         ),
     )
 

@@ -146,7 +146,7 @@ def _price(change: Change, taken: Candidate) -> str:
     parts = [
         f"{format_seconds(taken.step.seconds)} a step, {format_rate(taken.tokens_per_s)} tokens/s with "
         f"{words_for(strategy)}",
-        f"{format_gb(taken.memory.device_bytes)} a card",
+        f"{format_gb(taken.memory.needed_bytes)} a card",
     ]
     if strategy.tuning != "full":
         place = Placement(job=job, strategy=replace(strategy, tp=1, pp=1))

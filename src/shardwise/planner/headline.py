@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job
 from shardwise.vocabulary.plan import Candidate, Headline
-from shardwise.vocabulary.strategy import ZeroStage
+from shardwise.vocabulary.strategy import Strategy, ZeroStage
 from shardwise.vocabulary.units import GB, MILLISECOND
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
@@ -19,6 +19,7 @@ WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
 STATIC_BYTES = WEIGHT_BYTES + GRADIENT_BYTES + OPTIMIZER_BYTES
 DDP_PASSES, FSDP_PASSES = 2, 3
 """A ring all_reduce is a reduce_scatter and an all_gather; full sharding adds a second all_gather."""
+FULL_STAGE = 3
 CHECKPOINTING_EXTRA_COMPUTE = 0.33
 """One more forward, about a third of a step."""
 HIDDEN_SHARE = 0.3
@@ -148,13 +149,18 @@ def headlines(job: Job, cluster: Cluster, recommended: Candidate | None) -> tupl
             name="static memory, one card",
             value=static_bytes(parameters) / GB,
             unit="GB",
-            formula=f"{parameters / 1e9:.2f}B x {STATIC_BYTES} B",
+            formula=f"{_short(parameters)} x {STATIC_BYTES} B",
         )
     ]
     if cards > 1:
         rows += [_sharded(parameters, cards, stage) for stage in (1, 2, 3)]
-        rows.append(_gradient_row(job, cluster, recommended))
+        rows += _wire_rows(job, cluster, recommended)
     return tuple(rows)
+
+
+def _short(parameters: int) -> str:
+    """`7.62B`, `134.5M`."""
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
 
 
 def _sharded(parameters: int, cards: int, stage: ZeroStage) -> Headline:
@@ -163,20 +169,44 @@ def _sharded(parameters: int, cards: int, stage: ZeroStage) -> Headline:
         name=f"static memory, ZeRO-{stage} over {cards} cards",
         value=parameters * per_parameter / GB,
         unit="GB",
-        formula=f"{parameters / 1e9:.2f}B x {per_parameter:g} B",
+        formula=f"{_short(parameters)} x {per_parameter:g} B",
     )
 
 
-def _gradient_row(job: Job, cluster: Cluster, recommended: Candidate | None) -> Headline:
-    trained = gradient_bytes(job.model.num_parameters)
-    link = cluster.intra_node if cluster.num_nodes == 1 or cluster.inter_node is None else cluster.inter_node
-    calibrated = None
-    if recommended is not None and recommended.strategy.tuning == "full":
-        calibrated = recommended.step.wire_seconds / MILLISECOND
-    return Headline(
-        name=f"one gradient over {link.name}",
-        value=transfer_seconds(trained, link.headline_bandwidth_bytes_per_s) / MILLISECOND,
-        unit="ms",
-        formula=f"{trained / GB:.2f} GB / {link.headline_bandwidth_bytes_per_s / GB:g} GB/s headline",
-        calibrated=calibrated,
-    )
+def _wire_rows(job: Job, cluster: Cluster, recommended: Candidate | None) -> list[Headline]:
+    """One gradient over the wire that decides, and the passes of a step, beside what the planner counts."""
+    moved = gradient_bytes(job.model.num_parameters)
+    spans = cluster.num_nodes > 1 and cluster.inter_node is not None
+    link = cluster.inter_node if spans and cluster.inter_node is not None else cluster.intra_node
+    bandwidth = link.headline_bandwidth_bytes_per_s * (cluster.gpus_per_node if spans else 1)
+    over = f"{moved / GB:.2f} GB / {bandwidth / GB:g} GB/s headline" + (" of a machine" if spans else "")
+    once = transfer_seconds(moved, bandwidth)
+    rows = [Headline(name=f"one gradient over {link.name}", value=once / MILLISECOND, unit="ms", formula=over)]
+    if recommended is not None and (passes := wire_passes(recommended.strategy)):
+        rows.append(
+            Headline(
+                name=f"wire of one step, {recommended.strategy.name}",
+                value=passes * once / MILLISECOND,
+                unit="ms",
+                formula=f"{passes} passes x {over}",
+                calibrated=recommended.step.wire_seconds / MILLISECOND,
+            )
+        )
+    return rows
+
+
+def wire_passes(strategy: Strategy) -> int:
+    """How often a full fine-tune's weights or gradients cross the wire in one step; 0 where an envelope has no word.
+
+    Replication: an all_reduce is two passes, once a step, as are stage 1's gather and reduction. Stage 2 pays its two
+    every micro-batch, stage 3 gathers twice.
+    """
+    if strategy.tuning != "full" or strategy.tp > 1 or strategy.pp > 1 or strategy.dp_replicate > 1 < strategy.dp_shard:
+        return 0
+    if strategy.num_ranks == 1:
+        return 0
+    if strategy.zero_stage <= 1:
+        return DDP_PASSES
+    gathers = 2 if strategy.zero_stage == FULL_STAGE else 1
+    reductions = 1 if strategy.keep_unsharded else strategy.accumulation
+    return gathers * strategy.accumulation + reductions

@@ -35,7 +35,7 @@ from shardwise.vocabulary.job import Job
 from shardwise.vocabulary.memory import ALWAYS, CACHED, STEP, Category, Instant, Level, MemoryBreakdown, Term
 from shardwise.vocabulary.placement import Placement
 from shardwise.vocabulary.strategy import Strategy
-from shardwise.vocabulary.units import GIB, MIB
+from shardwise.vocabulary.units import GIB, MIB, some
 
 CONTEXT_BYTES = int(0.6 * GIB)
 """CUDA context with torch's kernels loaded lazily, and cuBLAS workspaces; assumed where `probe` did not measure it."""
@@ -95,7 +95,7 @@ def runtime(
         _runtime("allocator slack", fragments, share, note, "reserved"),
         _runtime("CUDA context", around.context, "one process on one card",
                  measured if cluster.measurements.context_bytes is not None else "assumed", "device"),
-        _runtime("communicators", around.communicators, f"{around.groups} groups",
+        _runtime("communicators", around.communicators, some(around.groups, "group"),
                  measured if cluster.measurements.communicator_bytes is not None else "assumed", "device"),
         _runtime(CACHED, min(cached, room), kept, note, "reserved"),
     )  # fmt: skip

@@ -61,7 +61,7 @@ def why(best: Candidate, allowed: Sequence[Candidate], simplicity: Sequence[tupl
     taken = called(best.strategy)
     reason = (
         f"{taken[0].upper()}{taken[1:]}, {settings(best.strategy)}, takes {format_seconds(step.seconds)} a step and "
-        f"{format_gb(best.memory.device_bytes)} a card. {_beside(best, allowed, simplicity)}"
+        f"{format_gb(best.memory.needed_bytes)} a card. {_beside(best, allowed, simplicity)}"
     )
     exposed = step.exposed_wire_seconds / step.seconds
     if exposed > WORTH_SAYING:
@@ -114,7 +114,7 @@ def nothing_fits(cluster: Cluster, candidates: Sequence[Candidate]) -> str:
     """What the smallest candidate lacks."""
     if not candidates:
         return "No strategy is legal here; the refusals say why."
-    smallest = min(candidates, key=lambda candidate: candidate.memory.device_bytes)
+    smallest = min(candidates, key=lambda candidate: candidate.memory.needed_bytes)
     return (
         f"No strategy fits. The smallest, {called(smallest.strategy)} with {settings(smallest.strategy)}, "
         f"{_lacks(smallest, cluster)}."

@@ -47,6 +47,8 @@ def memory_data(memory: MemoryBreakdown) -> dict[str, Any]:
         "allocated_bytes": memory.allocated_bytes,
         "reserved_bytes": memory.reserved_bytes,
         "device_bytes": memory.device_bytes,
+        "needed_bytes": memory.needed_bytes,
+        "cached_bytes": memory.cached_bytes,
         "peak_instant": memory.peak_instant.value,
         "by_category": {category.value: size for category, size in memory.by_category().items()},
         **codec.to_data(memory),

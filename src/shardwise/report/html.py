@@ -13,7 +13,7 @@ from shardwise.vocabulary.ledger import Kind, Ledger, LedgerRow
 from shardwise.vocabulary.memory import Category
 from shardwise.vocabulary.plan import Candidate, Plan, Refusal
 from shardwise.vocabulary.timeline import StepTimeline
-from shardwise.vocabulary.units import format_seconds
+from shardwise.vocabulary.units import format_rate, format_seconds
 
 WIDE, SLIM = 992, 340
 """Charts are drawn twice, for desks and for phones; the style sheet shows one."""
@@ -148,7 +148,7 @@ def _memory(run: RunFolder) -> Markup | None:
         predicted = words.memory_by_category(taken)
     if predicted:
         interval = taken.memory_interval_bytes if taken is not None else None
-        whole = taken is not None and abs(sum(predicted.values()) - taken.memory.device_bytes) <= 1
+        whole = taken is not None and abs(sum(predicted.values()) - taken.memory.needed_bytes) <= 1
         bars.append(
             charts.MemoryBar(label="predicted", totals=predicted, interval=interval if whole else None, strong=True)
         )
@@ -326,7 +326,7 @@ def _strategies(run: RunFolder) -> Markup | None:
 def _candidates_table(plan: Plan, shown: Sequence[Candidate]) -> Markup:
     usable, scale = usable_bytes(plan.cluster), words.table_scale(shown)
     categories = [words.CATEGORY_HEADS[category] for category in Category]
-    heads = ["strategy", "batch", "ckpt", *categories, "device", "range", "wire", "step", "tokens/s", "verdict"]
+    heads = ["strategy", "batch", "ckpt", *categories, "needs", "range", "wire", "step", "tokens/s", "verdict"]
     left = (0, len(heads) - 1)
     rows = [
         _row(_candidate_cells(c, usable, scale), left, css="taken" if c == plan.recommended else None) for c in shown
@@ -342,11 +342,11 @@ def _candidate_cells(c: Candidate, usable: int, scale: words.Scale) -> list[Chil
         f"{c.strategy.micro_batch_size} × {c.strategy.accumulation}",
         c.strategy.checkpointing,
         *(scale.number(size) for size in words.memory_by_category(c).values()),
-        scale.number(c.memory.device_bytes),
+        scale.number(c.memory.needed_bytes),
         f"{scale.number(low)}–{scale.number(high)}",
         words.format_size(words.wire_bytes(c)),
         format_seconds(c.step.seconds),
-        words.format_rate(c.tokens_per_s),
+        format_rate(c.tokens_per_s),
         element("span", {"class": state}, words.verdict(c, usable)),
     ]
 

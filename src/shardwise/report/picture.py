@@ -8,7 +8,7 @@ from shardwise.planner.uncertainty import usable_bytes
 from shardwise.report import charts, svg, words
 from shardwise.report.markup import Child, Markup, join
 from shardwise.vocabulary.plan import Candidate, Plan
-from shardwise.vocabulary.units import format_seconds
+from shardwise.vocabulary.units import format_rate, format_seconds
 
 MOST_OF_A_KIND = 3
 """Splits shown of those that fit, and of those that do not."""
@@ -51,7 +51,7 @@ def _shown(plan: Plan) -> list[Candidate]:
     """The chosen one, the next best, and the smallest of those that do not fit."""
     best = words.leaders(plan.candidates, plan.recommended, limit=len(plan.candidates))
     fitting = [candidate for candidate in best if candidate.fits and candidate != plan.recommended]
-    missing = sorted((c for c in best if not c.fits), key=lambda c: c.memory.device_bytes)
+    missing = sorted((c for c in best if not c.fits), key=lambda c: c.memory.needed_bytes)
     chosen = [] if plan.recommended is None else [plan.recommended]
     return [*chosen, *fitting][:MOST_OF_A_KIND] + missing[:MOST_OF_A_KIND]
 
@@ -61,7 +61,7 @@ def memory_bars(plan: Plan, candidates: Sequence[Candidate]) -> list[charts.Memo
     return [
         charts.MemoryBar(
             label=f"{words.full_name(c.strategy)}, {words.describe_settings(c.strategy)}",
-            note=f"{format_seconds(c.step.seconds)} a step, {words.format_rate(c.tokens_per_s)} tokens/s",
+            note=f"{format_seconds(c.step.seconds)} a step, {format_rate(c.tokens_per_s)} tokens/s",
             totals=words.memory_by_category(c),
             interval=c.memory_interval_bytes,
             fits=c.fits,

@@ -14,7 +14,7 @@ from shardwise.vocabulary.ledger import Kind, Ledger, LedgerRow
 from shardwise.vocabulary.memory import Category
 from shardwise.vocabulary.plan import Candidate, Plan, Refusal
 from shardwise.vocabulary.strategy import Strategy
-from shardwise.vocabulary.units import format_seconds
+from shardwise.vocabulary.units import format_rate, format_seconds, some
 
 NARROW = 60
 """Below this many columns a table is told as lines."""
@@ -35,7 +35,7 @@ def plan_page(plan: Plan, style: Style, *, every_candidate: bool = False) -> str
     shown = list(plan.candidates) if every_candidate else words.leaders(plan.candidates, plan.recommended)
     blocks = [_head(plan, style), _answer(plan, style)]
     if shown:
-        blocks.append(_strategies(plan, shown, style))
+        blocks.append(_strategies(plan, shown, style, losses=every_candidate))
     blocks += [
         _memory_bars(plan, style),
         _refusals(words.other_refusals(plan, shown), style, None if every_candidate else MAX_REFUSALS),
@@ -107,7 +107,7 @@ def _answer(plan: Plan, style: Style) -> list[str]:
     mark = style.plain("▸")
     name = style.plain(f"{words.full_name(taken.strategy)}: {words.describe_settings(taken.strategy)}")
     lines = [style.paint(f"{mark} {name}", "bold", "green")]
-    lines += _wrap(words.describe_batch(taken.strategy, plan.job.sequence_length), style, indent=2)
+    lines += _wrap(words.describe_batch(taken.strategy, plan.job), style, indent=2)
     for text in words.sentence_about(taken, plan):
         lines += _wrap(text, style, indent=2)
     lines += ["", *_wrap(f"Why: {plan.reason}", style, indent=2)]
@@ -143,20 +143,20 @@ class _Row:
         return ("green",) if self.candidate.probability_of_oom <= words.TIGHT else ("yellow",)
 
 
-def _strategies(plan: Plan, candidates: Sequence[Candidate], style: Style) -> list[str]:
+def _strategies(plan: Plan, candidates: Sequence[Candidate], style: Style, *, losses: bool) -> list[str]:
     usable = usable_bytes(plan.cluster)
     rows = [_Row(candidate=c, taken=c is plan.recommended or c == plan.recommended, usable=usable) for c in candidates]
     scale = words.table_scale(candidates)
     if style.width < NARROW:
         return [line for row in rows for line in _told(row, style)]
     title = (
-        f"Memory in {scale.name} at the peak on each card, {words.format_size(usable)} usable; bytes one rank sends, "
-        "and time, in one step"
+        f"Memory in {scale.name} that each card needs at the peak, {words.format_size(usable)} usable; bytes one rank "
+        "sends, and time, in one step"
     )
-    return [*_wrap(title, style), *render_table(_strategy_columns(scale), rows, style)]
+    return [*_wrap(title, style), *render_table(_strategy_columns(scale, losses=losses), rows, style)]
 
 
-def _strategy_columns(scale: words.Scale) -> list[Column[_Row]]:
+def _strategy_columns(scale: words.Scale, *, losses: bool) -> list[Column[_Row]]:
     def of(title: str, cell: Callable[[_Row], str], priority: int = 0, *, right: bool = True) -> Column[_Row]:
         return Column(title=title, cell=cell, right=right, priority=priority, colors=lambda row: row.colors)
 
@@ -170,12 +170,13 @@ def _strategy_columns(scale: words.Scale) -> list[Column[_Row]]:
         of("strategy", lambda row: words.full_name(row.strategy), right=False),
         of("batch", lambda row: f"{row.strategy.micro_batch_size}×{row.strategy.accumulation}", 1),
         of("ckpt", lambda row: row.strategy.checkpointing, 2),
+        *([of("loss", lambda row: row.strategy.loss, 2)] if losses else []),
         *(category(name) for name in Category),
-        of("device", lambda row: scale.number(row.candidate.memory.device_bytes)),
+        of("needs", lambda row: scale.number(row.candidate.memory.needed_bytes)),
         of("5–95 %", lambda row: "–".join(map(scale.number, row.candidate.memory_interval_bytes)), 5),
         of("wire", lambda row: words.format_size(words.wire_bytes(row.candidate)), 3),
         of("step", lambda row: format_seconds(row.candidate.step.seconds)),
-        of("tokens/s", lambda row: words.format_rate(row.candidate.tokens_per_s)),
+        of("tokens/s", lambda row: format_rate(row.candidate.tokens_per_s)),
         Column(title="verdict", cell=lambda row: row.verdict, right=False, colors=lambda row: row.verdict_colors),
     ]
 
@@ -184,8 +185,8 @@ def _told(row: _Row, style: Style) -> list[str]:
     candidate = row.candidate
     first = f"{'▸' if row.taken else ' '} {words.full_name(candidate.strategy)}: {row.verdict}"
     second = (
-        f"{words.format_size(candidate.memory.device_bytes)}, {format_seconds(candidate.step.seconds)} a step, "
-        f"{words.format_rate(candidate.tokens_per_s)} tokens/s"
+        f"{words.format_size(candidate.memory.needed_bytes)}, {format_seconds(candidate.step.seconds)} a step, "
+        f"{format_rate(candidate.tokens_per_s)} tokens/s"
     )
     return [style.paint(style.plain(first), *row.verdict_colors), *_wrap(second, style, indent=4)]
 
@@ -196,7 +197,7 @@ def _memory_bars(plan: Plan, style: Style) -> list[str]:
         return []
     totals = words.memory_by_category(taken)
     usable = usable_bytes(plan.cluster)
-    scale = max(usable, taken.memory.device_bytes)
+    scale = max(usable, taken.memory.needed_bytes)
     cells = min(style.width - 2, 100)
     legend: list[tuple[str, str]] = []
     bar, drawn, running = "", 0, 0
@@ -208,7 +209,7 @@ def _memory_bars(plan: Plan, style: Style) -> list[str]:
         bar += style.paint(glyph * length, CATEGORY_COLORS[category])
         if size:
             legend.append((f"{category.value} {words.format_size(size)}", CATEGORY_COLORS[category]))
-    free = usable - taken.memory.device_bytes
+    free = usable - taken.memory.needed_bytes
     bar += style.paint(("·" if style.unicode else ".") * (cells - drawn), "dim")
     legend.append((f"free {words.format_size(max(free, 0))}", "dim"))
     return [f"  {bar}", *_flow(legend, style)]
@@ -269,11 +270,11 @@ def _small_print(plan: Plan, num_shown: int, style: Style) -> list[str]:
     hidden = len(plan.candidates) - num_shown
     texts = ["GB = 1e9 bytes, MB = 1e6. Brackets and ranges: 5th to 95th percentile of past predictions' errors."]
     if hidden > 0:
-        texts.append(f"{hidden} more candidates with --all.")
+        texts.append(f"{some(hidden, 'more candidate')} with --all.")
     if plan.headline:
         texts.append("Headline figures: both directions of the link, no latency; calibrated: this planner's own count.")
     if plan.facts:
-        texts.append(f"Rests on {len(plan.facts)} figures; --json gives each with its source.")
+        texts.append(f"Rests on {some(len(plan.facts), 'figure')}; --explain tells them, and every line of arithmetic.")
     return [style.paint(line, "dim") for line in _wrap(" ".join(texts), style)]
 
 

@@ -20,9 +20,11 @@ from shardwise.vocabulary.units import (
     MB,
     MICROSECOND,
     MILLISECOND,
+    TB,
     format_bandwidth,
     format_bytes,
     format_count,
+    format_number,
     format_percent,
     format_rate,
     format_seconds,
@@ -75,7 +77,7 @@ class Scale:
     def of(*sizes: float) -> Scale:
         """For these sizes: one decimal from 10 of a unit on, else two."""
         largest = max(sizes, default=0.0)
-        for unit, name in ((GB, "GB"), (MB, "MB"), (KB, "KB")):
+        for unit, name in ((TB, "TB"), (GB, "GB"), (MB, "MB"), (KB, "KB")):
             if largest >= unit:
                 return Scale(unit=unit, name=name, places=1 if largest >= 10 * unit else 2)
         return Scale(unit=1, name="B", places=0)
@@ -91,7 +93,7 @@ class Scale:
 
 def table_scale(candidates: Sequence[Candidate]) -> Scale:
     """The one for a table of candidates."""
-    return Scale.of(*(candidate.memory.device_bytes for candidate in candidates))
+    return Scale.of(*(candidate.memory.needed_bytes for candidate in candidates))
 
 
 def format_size(num_bytes: float) -> str:
@@ -134,7 +136,7 @@ def format_quantity(value: float | None, unit: str) -> str:
         return f"{format_rate(value)} tokens/s"
     if unit == "messages":
         return f"{value:,.0f}"
-    return f"{value:,.4g} {unit}"
+    return f"{format_number(value)} {unit}"
 
 
 def format_error(row: LedgerRow) -> str:
@@ -167,7 +169,9 @@ def describe_cluster(cluster: Cluster) -> str:
     if cluster.gpus_per_node > 1:
         text += f", {describe_link(cluster.intra_node)}"
     if cluster.num_nodes > 1 and cluster.inter_node is not None:
-        text += f", between nodes {describe_link(cluster.inter_node)}"
+        text += f", between nodes {describe_link(cluster.inter_node)} a card" + (
+            f", {format_bandwidth(cluster.inter_node.bandwidth_bytes_per_s * cluster.gpus_per_node)} a machine"
+        ) * (cluster.gpus_per_node > 1)
     return text
 
 
@@ -177,20 +181,35 @@ def describe_link(link: Link) -> str:
 
 
 def describe_job(job: Job) -> str:
-    """`full fine-tune, 32 sequences x 2,048 tokens = 65,536 tokens a step, bf16, AdamW`."""
-    batch = (
-        f"{job.global_batch_size:,} sequences × {job.sequence_length:,} tokens = {job.tokens_per_step:,} tokens a step"
-    )
+    """`full fine-tune, 32 sequences x 2,048 tokens = 65,536 tokens a step, bf16, AdamW`.
+
+    Where a data set was looked at, its rows differ: their usual length and the longest are told instead of a product.
+    """
+    sequences = f"{job.global_batch_size:,} sequences"
+    if job.lengths is None or job.packing:
+        batch = f"{sequences} × {job.sequence_length:,} tokens = {job.tokens_per_step:,} tokens a step"
+    else:
+        mean = job.lengths.mean
+        batch = (
+            f"{sequences} a step, {mean:,.0f} tokens long on average (≈ {job.global_batch_size * mean:,.0f} tokens) "
+            f"and {job.sequence_length:,} at most"
+        )
     return f"{TUNINGS[job.tuning]}, {batch}, {job.precision}, {OPTIMIZERS[job.optimizer]}"
 
 
-def describe_batch(strategy: Strategy, sequence_length: int) -> str:
+def describe_batch(strategy: Strategy, job: Job) -> str:
     """The effective batch in words: `2 x 8 x 4 GPUs = 64 sequences = 131,072 tokens`."""
     sequences = strategy.global_batch_size
-    return (
+    text = (
         f"micro-batch {strategy.micro_batch_size} × accumulation {strategy.accumulation} × {strategy.data_parallel} "
-        f"data-parallel rank{'s' if strategy.data_parallel > 1 else ''} = {sequences:,} sequences = "
-        f"{sequences * sequence_length:,} tokens"
+        f"data-parallel rank{'s' if strategy.data_parallel > 1 else ''} = {sequences:,} sequences"
+    )
+    if job.lengths is None or job.packing:
+        return f"{text} = {sequences * job.sequence_length:,} tokens"
+    padded = job.typical_length(strategy.micro_batch_size)
+    return (
+        f"{text} ≈ {sequences * padded:,.0f} tokens, padding to each micro-batch's longest row included; memory is "
+        f"counted for rows of {job.sequence_length:,}"
     )
 
 
@@ -248,23 +267,26 @@ def verdict(candidate: Candidate, usable: int) -> str:
     runs_out = f"{chance(candidate.probability_of_oom)} chance to run out"
     if candidate.fits:
         return "fits" if candidate.probability_of_oom <= TIGHT else f"tight: {runs_out}"
-    missing = candidate.memory.device_bytes - usable
+    missing = candidate.memory.needed_bytes - usable
     return f"needs {format_size(missing)} more" if missing > 0 else f"too close: {runs_out}"
 
 
 def sentence_about(candidate: Candidate, plan: Plan) -> tuple[str, str]:
     """Two lines about a candidate: its memory, and its time."""
-    memory = (
-        f"{bytes_interval(candidate.memory.device_bytes, candidate.memory_interval_bytes)} of "
-        f"{format_size(usable_bytes(plan.cluster))} usable on each card, peak "
-        f"{INSTANTS[candidate.memory.peak_instant]}; {chance(candidate.probability_of_oom)} chance to run out"
+    memory, usable = candidate.memory, format_size(usable_bytes(plan.cluster))
+    text = f"{bytes_interval(memory.needed_bytes, candidate.memory_interval_bytes)} of {usable} usable on each card"
+    if memory.cached_bytes > 0:
+        text += f" ({format_size(memory.device_bytes)} with cached blocks, which are given back when they are needed)"
+    text += (
+        f", peak {INSTANTS[memory.peak_instant]}; {chance(candidate.probability_of_oom)} chance to run out of the "
+        f"{format_size(plan.cluster.gpu.cuda_memory_bytes or plan.cluster.gpu.memory_bytes)} card"
     )
     time = (
         f"{seconds_interval(candidate.step.seconds, candidate.step_interval_seconds)} a step, "
         f"{format_rate(candidate.tokens_per_s)} tokens/s over all cards, MFU "
         f"{format_percent(candidate.model_flops_utilization)}"
     )
-    return memory, time
+    return text, time
 
 
 def nothing(plan: Plan) -> str:
@@ -286,8 +308,9 @@ def leaders(candidates: Sequence[Candidate], taken: Candidate | None, limit: int
 
 
 def memory_by_category(candidate: Candidate) -> dict[Category, int]:
-    """Bytes at the peak by category; they add up to the device's bytes."""
-    return candidate.memory.by_category()
+    """Bytes at the peak by category; they add up to what is needed: cached blocks, which are given back, left out."""
+    totals = candidate.memory.by_category()
+    return {**totals, Category.RUNTIME: totals[Category.RUNTIME] - candidate.memory.cached_bytes}
 
 
 def other_refusals(plan: Plan, shown: Sequence[Candidate]) -> list[Refusal]:

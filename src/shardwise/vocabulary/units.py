@@ -80,6 +80,23 @@ def format_bandwidth(bytes_per_second: float) -> str:
     return f"{format_bytes(bytes_per_second)}/s"
 
 
+def format_number(value: float, digits: int = 4) -> str:
+    """A number to so many digits, never with an exponent, such as `1,129`, `30.46` or `0.0123`."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    text = f"{round(value, places):,.{max(0, places)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def format_flops(count: float) -> str:
+    """A number of floating point operations, such as `29.1 GFLOPs`."""
+    for unit, name in ((10**15, "PFLOPs"), (10**12, "TFLOPs"), (10**9, "GFLOPs"), (10**6, "MFLOPs")):
+        if abs(count) >= unit:
+            return f"{format_number(count / unit, 3)} {name}"
+    return f"{count:,.0f} FLOPs"
+
+
 def format_rate(tokens_per_s: float) -> str:
     """Tokens a second to three digits, such as `34,100`, `5.25` or `0.0123`."""
     if tokens_per_s <= 0:

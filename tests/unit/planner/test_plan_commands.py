@@ -44,7 +44,7 @@ def test_every_change_that_is_offered_makes_it_fit(line: str, capsys: pytest.Cap
         assert taken is not None, advice
         assert taken["fits"], advice
         assert f"{format_rate(taken['tokens_per_s'])} tokens/s" in advice["price"], advice
-        assert f"{format_gb(taken['memory']['device_bytes'])} a card" in advice["price"], advice
+        assert f"{format_gb(taken['memory']['needed_bytes'])} a card" in advice["price"], advice
         steps = re.search(r"steps of ([\d,]+) sequences", advice["message"])
         batch = int(steps[1].replace(",", "")) if steps else offered["job"]["global_batch_size"]
         assert there["job"]["global_batch_size"] == batch, advice
