@@ -82,6 +82,21 @@ def apply_groups(groups: Groups, settings: GroupSettings) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def prefetch_within(groups: Groups) -> None:
+    """In backward a group gathers the one before it ahead of time, and never one of another micro-batch.
+
+    By itself FSDP2 goes back through the forwards that it has seen; where several micro-batches are under way, it would
+    gather the last group of another one after the first of this. A group that is told to gather itself gathers nothing.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    order = [module for module in (*groups.blocks, groups.root) if isinstance(module, FSDPModule)]
+    for before, module in zip(order[:1] + order, order, strict=False):
+        module.set_modules_to_backward_prefetch([before])
+    if isinstance(groups.embedding, FSDPModule):
+        groups.embedding.set_modules_to_backward_prefetch([groups.embedding])
+
+
 def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
     """Every module under `root` that is a group, root included."""
     from torch.distributed.fsdp import FSDPModule

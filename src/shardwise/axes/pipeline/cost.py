@@ -58,18 +58,21 @@ def problems(strategy: Strategy) -> Iterator[tuple[str, str]]:
             f"{schedule} has one chunk a stage, not {strategy.virtual_stages}; use interleaved_1f1b or zero_bubble"
         )
         yield "chunks_need_interleaving", message
-    if strategy.zero_stage == 3:
-        message = "ZeRO-3 would gather a stage's weights again for each micro-batch; use stage 1 or 2 inside a pipeline"
-        yield "no_regathering_in_pipeline", message
-    if schedule == "zero_bubble" and strategy.zero_stage == 2:
+    if schedule == "zero_bubble" and strategy.zero_stage > 1:
         message = (
-            "zero_bubble computes the weights' gradients late, when ZeRO-2 has given the weights back; "
-            "use stage 0 or 1, or 1f1b"
+            f"zero_bubble computes the weights' gradients late, when ZeRO-{strategy.zero_stage} has given the weights "
+            "back; use stage 0 or 1, or 1f1b"
         )
         yield "zero_bubble_keeps_weights", message
     if schedule == "zero_bubble" and strategy.compile_blocks:
         message = "zero_bubble takes the backward of a block apart, a compiled one is one piece; use 1f1b or no compile"
         yield "zero_bubble_splits_backward", message
+    if schedule == "zero_bubble" and strategy.checkpointing != "none":
+        message = "zero_bubble takes backwards apart, and both parts would compute a block again; use 1f1b, or keep all"
+        yield "zero_bubble_keeps_activations", message
+    if schedule == "zero_bubble" and strategy.loss != "plain":
+        message = f"zero_bubble takes backwards apart, and a {strategy.loss} loss is one piece; use loss plain, or 1f1b"
+        yield "zero_bubble_plain_loss", message
     if strategy.tuning != "full" and strategy.virtual_stages > 1:
         message = f"adapters are not cut into {strategy.virtual_stages} chunks a stage; use virtual_stages 1"
         yield "adapters_in_one_chunk", message

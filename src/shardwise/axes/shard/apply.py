@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise.axes.fully_shard import sums_shards_first
-from shardwise.axes.fully_shard_apply import Groups, GroupSettings, apply_groups, as_fsdp
+from shardwise.axes.fully_shard_apply import Groups, GroupSettings, apply_groups, as_fsdp, prefetch_within
 from shardwise.vocabulary.strategy import Strategy
 
 
@@ -35,6 +35,8 @@ def apply(
         shards_frozen=full,
     )
     apply_groups(groups, settings)
+    if strategy.pp > 1:
+        prefetch_within(groups)
 
 
 def before_micro_batch(root: nn.Module, strategy: Strategy, *, is_last: bool) -> None:
