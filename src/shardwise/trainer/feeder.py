@@ -4,13 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from shardwise.trainer.data.batches import BatchPlan
-from shardwise.trainer.data.collate import Batch, CollateOptions, collate
+from shardwise.levers.precision.apply import compute_dtype
+from shardwise.trainer.attention import takes_bounds
+from shardwise.trainer.data.batches import BatchOptions, BatchPlan
+from shardwise.trainer.data.collate import Batch, CollateOptions, Layout, collate
 from shardwise.trainer.data.store import TokenizedSet
+from shardwise.vocabulary.run import RunFile
+from shardwise.vocabulary.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchForm:
+    """How a run's micro-batches look, whatever their size."""
+
+    layout: Layout
+    is_static: bool
+    """Whether shapes take few values, because each new one makes the compiler start again."""
+
+
+def batch_form(run: RunFile, model: Any, strategy: Strategy, device: torch.device) -> BatchForm:
+    """Packed documents are told apart by their bounds where the attention takes them, otherwise by a mask."""
+    layout: Layout = "padded"
+    if run.packing:
+        flat = run.attn_implementation == "flash" or takes_bounds(model, device, compute_dtype(strategy))
+        layout = "flat" if flat else "packed"
+    return BatchForm(layout=layout, is_static=strategy.compile_blocks)
+
+
+def collate_options(form: BatchForm, cut: BatchOptions, pad_token_id: int) -> CollateOptions:
+    """The options of a set that is cut into micro-batches so; a last, smaller one is filled up if shapes are static."""
+    plain = CollateOptions(pad_token_id=pad_token_id, layout=form.layout)
+    if not form.is_static:
+        return plain
+    if form.layout == "flat":
+        assert cut.max_length is not None, "packing without a budget"
+        return replace(plain, row_length=cut.micro_batch * cut.max_length, pad_documents=True)
+    return replace(plain, num_rows=cut.micro_batch, row_length=cut.max_length if form.layout == "packed" else None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -33,6 +33,7 @@ from shardwise.levers.adapters import apply as adapters
 from shardwise.levers.adapters import apply_nf4 as nf4
 from shardwise.levers.offload import apply as offload
 from shardwise.levers.precision import apply as precision
+from shardwise.trainer.attention import adopt
 from shardwise.trainer.checkpoint.state import clean_name
 from shardwise.vocabulary.job import LoraSettings
 from shardwise.vocabulary.run import RunFile
@@ -134,12 +135,14 @@ def _make(config: Any, attention: str, *, trust_remote_code: bool) -> Any:
 
     try:
         with parameters_on_meta():
-            return transformers.AutoModelForCausalLM.from_config(
+            model = transformers.AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 dtype=torch.float32,
                 attn_implementation=_ATTENTION[attention],
                 trust_remote_code=trust_remote_code,
             )
+        adopt(model)
+        return model
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"transformers cannot make a {config.model_type} model with attn_implementation: {attention}: {error} "

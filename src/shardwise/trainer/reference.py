@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from shardwise.errors import PlanMismatchError
 from shardwise.levers.precision.apply import compute_dtype
+from shardwise.trainer.attention import is_adopted
 from shardwise.trainer.data.collate import IGNORE_INDEX, Batch
 from shardwise.trainer.evaluate import forward_only, losses_of
 from shardwise.trainer.model import Skeleton
@@ -80,7 +81,7 @@ def _plain_loss(skeleton: Skeleton, folder: str, input_ids: torch.Tensor, labels
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the run has a line of its own
-    attention: Any = skeleton.template.config._attn_implementation
+    attention: Any = "sdpa" if is_adopted(skeleton.template) else skeleton.template.config._attn_implementation
     plain = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention, local_files_only=True
     )

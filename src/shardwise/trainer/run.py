@@ -22,11 +22,11 @@ from shardwise.levers.optimizer import apply as optimizers
 from shardwise.trainer.checkpoint import Checkpointer, SaveOptions
 from shardwise.trainer.checkpoint.state import reseed
 from shardwise.trainer.data.batches import BatchOptions, BatchPlan, MicroBatch, plan_batches
-from shardwise.trainer.data.collate import CollateOptions, collate
+from shardwise.trainer.data.collate import collate
 from shardwise.trainer.data.store import TokenizedSet
 from shardwise.trainer.evaluate import Sampler
 from shardwise.trainer.export import ExportOptions, export
-from shardwise.trainer.feeder import DataSource
+from shardwise.trainer.feeder import BatchForm, DataSource, batch_form, collate_options
 from shardwise.trainer.loop import Loop, LoopParts, LoopResult
 from shardwise.trainer.mesh import RankMesh, build_mesh, choose_device, join_ranks, local_rank
 from shardwise.trainer.meter import Meter, MeterOptions
@@ -281,7 +281,7 @@ def assemble(start: RunStart) -> tuple[LoopParts, Sampler | None]:
     app = app_state(skeleton, optimizer, strategy, {"data": position, "run": state}, seed=run.seed)
     reseed(run.seed, 0, mesh.data_rank)  # dropout: other draws on ranks that see other data, the same in every run
     _resume(run, checkpointer, app, position, progress)
-    source = functools.partial(_source, prepared, mesh, run)
+    source = functools.partial(_source, prepared, mesh, batch_form(run, skeleton.model, strategy, mesh.device))
     tracking = None
     if mesh.is_first:
         folder.mkdir(parents=True, exist_ok=True)
@@ -320,12 +320,11 @@ def assemble(start: RunStart) -> tuple[LoopParts, Sampler | None]:
     return parts, sampler
 
 
-def _source(prepared: Prepared, mesh: RankMesh, run: RunFile, tokenized: TokenizedSet, plan: BatchPlan) -> DataSource:
+def _source(
+    prepared: Prepared, mesh: RankMesh, form: BatchForm, tokenized: TokenizedSet, plan: BatchPlan
+) -> DataSource:
     pad = getattr(prepared.tokenizer, "pad_token_id", None)
-    layout = "padded"
-    if run.packing:
-        layout = "flat" if run.attn_implementation == "flash" else "packed"
-    options = CollateOptions(pad_token_id=0 if pad is None else pad, layout=layout)
+    options = collate_options(form, plan.options, 0 if pad is None else pad)
     return DataSource(
         tokenized=tokenized, plan=plan, collate=options, data_rank=mesh.data_rank, device=mesh.device
     )  # fmt: skip

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.axes.pipeline.apply import chunks_of
 from shardwise.axes.tensor.apply import is_split, partial_parameters, sum_partial_gradients
 from shardwise.levers.accumulation.apply import loss_scale
+from shardwise.trainer.attention import bounds_for
 from shardwise.trainer.data.collate import Batch, document_causal_mask
 from shardwise.trainer.mesh import RankMesh
 from shardwise.trainer.model import Skeleton
@@ -155,7 +156,7 @@ def pipeline_of(skeleton: Skeleton, mesh: RankMesh, strategy: Strategy, attentio
             del inputs["input_ids"]
             inputs["inputs_embeds"] = hidden
         if chunk is last:
-            inputs["loss_labels"] = batch.labels
+            inputs |= {"loss_labels": batch.labels, "loss_rows": batch.loss_rows}
         return chunk(**inputs)
 
     def before_backward(chunk: nn.Module, is_last: bool) -> None:
@@ -175,9 +176,8 @@ def model_inputs(batch: Batch, attention: str) -> dict[str, Any]:
     if batch.document_ids is None:
         return inputs
     inputs["position_ids"] = batch.position_ids
-    if batch.cu_seqlens is not None and attention == "flash":
-        inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
-        return inputs | {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
+    if batch.cu_seqlens is not None:
+        return inputs | bounds_for(batch.cu_seqlens, batch.max_seqlen)
     mask = document_causal_mask(batch.document_ids)
     if attention == "eager":
         return inputs | {"attention_mask": torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -1e9)}

@@ -7,6 +7,8 @@ selective   a block keeps the outputs of attention and of every second matrix pr
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +39,9 @@ def _attention_ops() -> frozenset[Any]:
         "_scaled_dot_product_fused_attention_overrideable",
     )
     found = [getattr(torch.ops.aten, name, None) for name in names]
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch.nn.attention.varlen")  # which makes the kernel for documents in one row known
+        found.append(getattr(torch.ops.torch_attn, "_varlen_attn", None))
     return frozenset(packet.default for packet in found if packet is not None)
 
 

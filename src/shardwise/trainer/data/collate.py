@@ -46,6 +46,8 @@ class CollateOptions:
     """T is rounded up to it: 8 for tensor cores, the tensor-parallel degree for sequence parallelism."""
     row_length: int | None = None
     """T, if it must always be the same (static shapes for compile); otherwise the longest row decides."""
+    pad_documents: bool = False
+    """`flat` only: empty documents at the end and a rounded max_seqlen, so that both take few values, for compile."""
     num_rows: int | None = None
     """B, if it must always be the same: missing rows are filled with padding. Not for `flat`."""
 
@@ -128,6 +130,11 @@ def collate(tokenized: TokenizedSet, micro: MicroBatch, options: CollateOptions)
     for index, row in enumerate(documents):
         arrays.write(index, row)
     cu_seqlens = arrays.cu_seqlens() if options.layout == "flat" else None
+    max_seqlen = int(arrays.position_ids.max()) + 1
+    if cu_seqlens is not None and options.pad_documents:
+        empty = _next_power_of_two(len(cu_seqlens), least=16) - len(cu_seqlens)
+        cu_seqlens = np.append(cu_seqlens, np.full(empty, cu_seqlens[-1], dtype=np.int32))
+        max_seqlen = _next_power_of_two(max_seqlen, least=128)
     return Batch(
         input_ids=torch.from_numpy(arrays.input_ids),
         labels=torch.from_numpy(arrays.labels),
@@ -136,7 +143,7 @@ def collate(tokenized: TokenizedSet, micro: MicroBatch, options: CollateOptions)
         document_ids=None if options.layout == "padded" else torch.from_numpy(arrays.document_ids),
         cu_seqlens=None if cu_seqlens is None else torch.from_numpy(cu_seqlens),
         loss_rows=arrays.loss_rows(),
-        max_seqlen=int(arrays.position_ids.max()) + 1,
+        max_seqlen=max_seqlen,
         sample_ids=micro.sample_ids,
         num_tokens=sum(row_tokens),
         num_supervised_tokens=int((arrays.labels != IGNORE_INDEX).sum()),
@@ -165,6 +172,10 @@ def document_causal_mask(document_ids: Tensor, dtype: torch.dtype | None = None)
     if dtype is None:
         return allowed
     return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
+
+
+def _next_power_of_two(number: int, *, least: int) -> int:
+    return max(least, 1 << (number - 1).bit_length())
 
 
 def _row_length(longest: int, options: CollateOptions) -> int:
