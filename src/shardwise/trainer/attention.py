@@ -199,7 +199,7 @@ def attend_by_document(rows: list[Tensor], bounds: Tensor, longest: int, scale: 
     del longest
     marks = bounds.tolist()
     outputs: list[Tensor] = []
-    for start, end in zip(marks, marks[1:], strict=False):
+    for start, end in itertools.pairwise(marks):
         if start == end:
             continue
         query, key, value = (row[start:end].transpose(0, 1)[None] for row in rows)  # [1, heads, tokens, D]
