@@ -178,6 +178,18 @@ def test_targets_that_fit_nothing_name_what_would() -> None:
         build_skeleton(config, dataclasses.replace(FP32, tuning="lora"), LoraSettings(target_modules=("qkv",)))
 
 
+def test_an_adapter_on_a_tied_head_is_refused() -> None:
+    config = Qwen2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    lora, targets = dataclasses.replace(FP32, tuning="lora"), LoraSettings(target_modules=("lm_head", "q_proj"))
+    with pytest.raises(ConfigError, match="names the embedding or the head, which are one tied weight"):
+        build_skeleton(config, lora, targets)
+    config.tie_word_embeddings = False
+    assert build_skeleton(config, lora, targets)
+
+
 def test_what_the_engine_does_not_run_is_said_at_once() -> None:
     wishes = dataclasses.replace(FP32, offload="optimizer", zero_stage=3)
     with pytest.raises(ConfigError, match="2 problems"):

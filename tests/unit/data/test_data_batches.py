@@ -176,3 +176,21 @@ def test_a_global_batch_above_the_set_is_told() -> None:
     packed = plan([10] * 5, packing=True).describe()
     assert "the set has only 1 packed rows of 64 tokens" in packed
     assert "or turn packing off" in packed
+
+
+def test_resuming_reads_and_skips_nothing() -> None:
+    """Far into a run of many epochs, only the epoch of the next step is ever put in order."""
+    one = plan([4] * 100, max_steps=10**9)
+    orders: list[int] = []
+    shuffle = one._epoch_order  # pyright: ignore[reportPrivateUsage]
+
+    def counted(epoch: int) -> Any:
+        orders.append(epoch)
+        return shuffle(epoch)
+
+    one._epoch_order = counted  # type: ignore[assignment]  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    step = 10**9 - 5
+    assert one.resume(plan([4] * 100, max_steps=10**9).state(step)) == step
+    assert orders == []
+    assert one.for_rank(step, 0)
+    assert set(orders) == {step // 13}

@@ -42,7 +42,7 @@ def apply(model: nn.Module, settings: LoraSettings) -> Any:
         The PeftModel around the model, which knows how to save them.
 
     Raises:
-        ConfigError: No module bears one of the target names.
+        ConfigError: No module bears one of the target names, or one is tied to another.
     """
     from peft import get_peft_model
 
@@ -55,9 +55,24 @@ def apply(model: nn.Module, settings: LoraSettings) -> Any:
             f"lora_target_modules {list(settings.target_modules)} fits no module of this model. "
             f"Its linear modules are {', '.join(names)}; or write all-linear."
         ) from error
+    _refuse_tied(untyped, settings)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     return adapted
+
+
+def _refuse_tied(model: Any, settings: LoraSettings) -> None:
+    """An adapter on a head that is also the embedding would be merged into both.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if model.config.tie_word_embeddings and any(hasattr(end, "base_layer") for end in ends):
+        raise ConfigError(
+            f"lora_target_modules {list(settings.target_modules)} names the embedding or the head, which are one tied "
+            "weight in this model: merged, the adapter of one would change the other too. Leave them out."
+        )
 
 
 def is_adapter(name: str) -> bool:
