@@ -33,7 +33,7 @@ def advise(
     about = (
         _one_card(here, best, wires),
         _full_instead(job, best, candidates),
-        *_crossovers(cluster, best, wires),
+        *_crossovers(here, best, wires),
         duration.how_long(job, cluster, best),
         duration.packing(job, best),
         learning_rate.advice(job, best.strategy.tuning),
@@ -68,7 +68,7 @@ def _one_card(here: changes.Situation, best: Candidate, wires: crossover.Wires) 
         f"One card alone fits it too and trains {format_rate(alone.tokens_per_s)} tokens/s; {cluster.num_gpus} cards "
         f"over {wire} are {speedup:.2f} times as fast ({format_percent(share)} of ideal)."
     )
-    edge = crossover.where_cards_stop_helping(wires, alone.tokens_per_s) if speedup > 1 else None
+    edge = crossover.where_cards_stop_helping(wires, wishes, alone.tokens_per_s) if speedup > 1 else None
     if edge is not None:
         message += f" Below about {format_bandwidth(edge.bandwidth_bytes_per_s)} attained they would not help at all."
     if share >= WORTH_SEVERAL_RUNS:
@@ -95,13 +95,13 @@ def _full_instead(job: Job, best: Candidate, candidates: Sequence[Candidate]) ->
     )
 
 
-def _crossovers(cluster: Cluster, best: Candidate, wires: crossover.Wires) -> Iterator[Advice]:
+def _crossovers(here: changes.Situation, best: Candidate, wires: crossover.Wires) -> Iterator[Advice]:
     """The bandwidths nearest to the wire's, below and above, at which another of these candidates would be taken."""
-    if cluster.num_gpus == 1 or len(wires.rivals) < 2:
+    if here.cluster.num_gpus == 1 or len(wires.rivals) < 2:
         return
-    link = crossover.deciding_link(cluster)
+    link = crossover.deciding_link(here.cluster)
     for word, factors in (("Below", crossover.SLOWER), ("Above", crossover.FASTER)):
-        found = crossover.where_choice_changes(wires, best, factors)
+        found = crossover.where_choice_changes(wires, here.wishes, best, factors)
         if found is not None and found.other is not None:
             yield Advice(rule="crossover", message=f"{word} {_crossed(found, link)}.")
 

@@ -2,9 +2,9 @@
 
 [Note: scaled wire]
 The wire that decides (between machines if there are several, else inside the one) is scaled in bandwidth and in its
-measured tables; latency stays. Every rival's step is simulated again. Rivals are the best variants of each split on the
-wire as it is; on a very different one other variants may be better, which is why the neighborhood of the wire is
-searched first and the figure is told as a rough one.
+measured tables; latency stays. Every rival's step is simulated again, which is quick and finds where to look. Rivals are
+the best variants of each split on the wire as it is; on another one other variants may be better (a larger micro-batch
+with checkpointing sends less often). So what was found is planned anew on both sides, and told only if both plans agree.
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shardwise.planner import rules
+from shardwise.planner import rules, search
 from shardwise.planner.pricing import price
 from shardwise.vocabulary.cluster import Cluster, Link
 from shardwise.vocabulary.job import Job
 from shardwise.vocabulary.plan import Candidate
+from shardwise.vocabulary.timeline import bus_factor
 
 SLOWER = (0.5, 0.1, 0.01)
 FASTER = (2.0, 10.0)
 HALVINGS = 4
 """Leaves the bandwidth known to within 10 %."""
+MARGIN = 1.25
+"""So far from the bandwidth that was found, on both sides, the plans must agree with it."""
+MOST_CARDS = 64
+"""Beyond that the two plans take too long."""
 MOST_RIVALS = 6
 """By time, and as many by bytes on the wire."""
 
@@ -43,11 +48,13 @@ def deciding_link(cluster: Cluster) -> Link:
 
 
 def attained(link: Link) -> float:
-    """Bytes a second, one way, that large messages reach on a link."""
-    largest = max((point for curve in link.curves for point in curve.points[-1:]), default=None, key=lambda p: p.bytes)
-    if largest is not None:
-        return largest.bytes / largest.seconds
-    return link.bandwidth_bytes_per_s * link.attained_fraction
+    """Bytes a second, one way, that large messages reach on a link, as bus bandwidth."""
+    tables = [curve for curve in link.curves if curve.points and curve.ranks > 1]
+    if not tables:
+        return link.bandwidth_bytes_per_s * link.attained_fraction
+    longest = max(tables, key=lambda curve: curve.points[-1].bytes)
+    last = longest.points[-1]
+    return last.bytes * bus_factor(longest.op, longest.ranks) / last.seconds
 
 
 def scaled(cluster: Cluster, factor: float) -> Cluster:
@@ -87,11 +94,14 @@ class Wires:
         return factor * attained(deciding_link(self.cluster))
 
 
-def where_choice_changes(wires: Wires, best: Candidate, factors: Sequence[float]) -> Crossover | None:
-    """The nearest bandwidth in one direction at which the rules would take another of the rivals.
+def where_choice_changes(
+    wires: Wires, wishes: search.Wishes, best: Candidate, factors: Sequence[float]
+) -> Crossover | None:
+    """The nearest bandwidth in one direction at which another split would be recommended; None if there is none.
 
     Args:
         wires: The rivals on other wires.
+        wishes: What the user decided, for the plans on both sides.
         best: What is taken on this one.
         factors: Bandwidths to look at, over the one there is, nearest first.
     """
@@ -100,20 +110,39 @@ def where_choice_changes(wires: Wires, best: Candidate, factors: Sequence[float]
         return rules.fastest_or_simpler(wires.on(factor)).strategy == best.strategy
 
     edge = _edge(stays, factors)
-    if edge is None:
+    if edge is None or wires.cluster.num_gpus > MOST_CARDS:
         return None
+    job = dataclasses.replace(wires.job, tuning=best.strategy.tuning)
+    out = edge.beyond / edge.inside
+    step = MARGIN if out > 1 else 1 / MARGIN
+    beyond, inside = (_planned(job, scaled(wires.cluster, factor), wishes) for factor in
+                      (edge.middle * step, edge.middle / step))  # fmt: skip
     other = rules.fastest_or_simpler(wires.on(edge.beyond))
+    agree = beyond is not None and beyond.strategy.name == other.strategy.name != best.strategy.name
+    if not agree or inside is None or inside.strategy.name != best.strategy.name:
+        return None
     return Crossover(bandwidth_bytes_per_s=wires.bandwidth(edge.middle), other=other)
 
 
-def where_cards_stop_helping(wires: Wires, alone_tokens_per_s: float) -> Crossover | None:
+def _planned(job: Job, cluster: Cluster, wishes: search.Wishes) -> Candidate | None:
+    candidates, _ = search.survey(job, cluster, wishes)
+    return rules.choose(job, cluster, candidates).candidate
+
+
+def where_cards_stop_helping(wires: Wires, wishes: search.Wishes, alone_tokens_per_s: float) -> Crossover | None:
     """The bandwidth below which all cards together are no faster than one; None if they are on any wire looked at."""
 
     def helps(factor: float) -> bool:
         return max(each.tokens_per_s for each in wires.on(factor)) > alone_tokens_per_s
 
     edge = _edge(helps, SLOWER)
-    return None if edge is None else Crossover(bandwidth_bytes_per_s=wires.bandwidth(edge.middle))
+    if edge is None or wires.cluster.num_gpus > MOST_CARDS:
+        return None
+    job = dataclasses.replace(wires.job, tuning=wires.rivals[0].strategy.tuning)
+    beyond = _planned(job, scaled(wires.cluster, edge.middle / MARGIN), wishes)
+    if beyond is None or beyond.tokens_per_s > alone_tokens_per_s:
+        return None
+    return Crossover(bandwidth_bytes_per_s=wires.bandwidth(edge.middle))
 
 
 @dataclass(frozen=True, kw_only=True)
