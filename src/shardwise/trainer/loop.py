@@ -237,7 +237,8 @@ class Loop:
         parts = self._parts
         assert parts.held_out is not None, "no held-out set"
         parts.hang.at("held-out evaluation", patient=True)
-        loss = held_out_loss(parts.stepper, parts.held_out)
+        with parts.progress.pause():
+            loss = held_out_loss(parts.stepper, parts.held_out)
         values = {"eval_loss": loss, "epoch": done / parts.train.plan.steps_per_epoch}
         parts.progress.say(f"step {done}/{parts.train.plan.num_steps} | held-out loss {loss:.4f}")
         self._log(done, values)
@@ -258,7 +259,8 @@ class Loop:
         )
         parts.hang.at(f"save of checkpoint-{done}", patient=True)
         extra: dict[str, Any] = {"trainer_state": trainer_state} if parts.stepper.mesh.is_first else {}
-        parts.checkpointer.save(parts.app_state, done, blocking=bool(self._stop), **extra)
+        with parts.progress.pause():
+            parts.checkpointer.save(parts.app_state, done, blocking=bool(self._stop), **extra)
         parts.progress.say(f"step {done}/{parts.train.plan.num_steps} | checkpoint-{done}")
 
 
