@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from shardwise.vocabulary.units import (
 
 if TYPE_CHECKING:
     from shardwise.planner.passes import Beside, Passing
+
 
 _TIME = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(us|ms|s)\s*")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -59,7 +61,7 @@ class Options:
 
 def run(options: Options) -> int:
     """Answer, and return 0."""
-    from shardwise.planner.passes import beside, passings
+    from shardwise.planner.passes import beside, hiding_compute_seconds, passings
 
     size, compute = _numbers(options)
     link = _link(options)
@@ -69,16 +71,36 @@ def run(options: Options) -> int:
         sys.stdout.write(json.dumps(_data(link, options.ranks, found, hidden), indent=2) + "\n")
         return 0
     style = Style.of(sys.stdout)
-    lines = [_head(link, size, options.ranks), "", *_table(found, hidden, style), ""]
+    lines = [*_wrapped(_head(link, size, options.ranks), style), "", *_table(found, hidden, link, style), ""]
+    words = _notes(link, hidden is None)
     if compute is not None and hidden is not None:
-        lines += _verdict(compute, found[-1], hidden[-1])
-    lines += [
-        "headline: every byte once at the advertised bandwidth; attained: "
-        + ("the measured table" if link.curves else f"{link.attained_source or link.source}"),
+        words = [*_verdict(compute, found[-1], hidden[-1], hiding_compute_seconds(found[-1], link)), *words]
+    lines += [line for text in words for line in _wrapped(text, style)]
+    sys.stdout.write(style.plain("\n".join(lines)) + "\n")
+    return 0
+
+
+def _wrapped(text: str, style: Style) -> list[str]:
+    return textwrap.wrap(text, max(style.width, 40), subsequent_indent="  ", break_on_hyphens=False) or [""]
+
+
+def _notes(link: Link, no_compute: bool) -> list[str]:
+    """What the columns are."""
+    from shardwise.planner.headline import HIDDEN_SHARE
+    from shardwise.planner.passes import slowdown
+
+    measured = "the measured table" if link.curves else f"{link.attained_source or link.source}"
+    notes = [
+        f"headline: every byte once at the advertised bandwidth, no latency; attained: {measured}",
         "full sharding: two all_gathers and one reduce_scatter, as a block of ZeRO-3 needs for a micro-batch",
     ]
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 0
+    if no_compute:
+        notes.append(
+            f"hides behind: compute of at least so long, if all of it overlaps (it takes {slowdown(link):.2f} times as "
+            f"long beside messages on this wire); by the rule of thumb, headline time may be {HIDDEN_SHARE:g} of "
+            "compute at most. --compute 600ms says what is left of yours"
+        )
+    return notes
 
 
 def _numbers(options: Options) -> tuple[int, float | None]:
@@ -154,7 +176,7 @@ class _Row:
     beside: Beside | None
 
 
-def _table(found: Sequence[Passing], hidden: Sequence[Beside] | None, style: Style) -> list[str]:
+def _table(found: Sequence[Passing], hidden: Sequence[Beside] | None, link: Link, style: Style) -> list[str]:
     rows = [_Row(passing=each, beside=None if hidden is None else hidden[i]) for i, each in enumerate(found)]
     columns: list[Column[_Row]] = [
         Column(title="op", cell=lambda row: row.passing.name, right=False),
@@ -162,14 +184,29 @@ def _table(found: Sequence[Passing], hidden: Sequence[Beside] | None, style: Sty
         Column(title="headline", cell=lambda row: format_seconds(row.passing.headline_seconds)),
         Column(title="attained", cell=lambda row: format_seconds(row.passing.attained_seconds)),
     ]
-    if hidden is not None:
-        beside_compute: list[Column[_Row]] = [
-            Column(title="headline/compute", cell=lambda row: f"{_known(row).headline_ratio:.2f}", priority=1),
-            Column(title="0.3 rule", cell=lambda row: "hides" if _known(row).hides_by_rule else "does not hide"),
-            Column(title="exposed", cell=lambda row: _exposed(_known(row))),
-        ]
-        columns += beside_compute
-    return render_table(columns, rows, style)
+    return render_table(columns + (_needed(link) if hidden is None else _overlap()), rows, style)
+
+
+def _overlap() -> list[Column[_Row]]:
+    """What becomes of each message beside the given compute."""
+    return [
+        Column(title="headline/compute", cell=lambda row: f"{_known(row).headline_ratio:.2f}", priority=1),
+        Column(title="0.3 rule", cell=lambda row: "hides" if _known(row).hides_by_rule else "does not hide"),
+        Column(title="hidden", cell=lambda row: format_percent(_known(row).hidden_share)),
+        Column(title="exposed", cell=lambda row: _exposed(_known(row))),
+    ]
+
+
+def _needed(link: Link) -> list[Column[_Row]]:
+    """How much compute would hide each message."""
+    from shardwise.planner.passes import hiding_compute_seconds, rule_compute_seconds
+
+    return [
+        Column(
+            title="hides behind", cell=lambda row: format_seconds(hiding_compute_seconds(row.passing, link)), priority=1
+        ),
+        Column(title="by the 0.3 rule", cell=lambda row: format_seconds(rule_compute_seconds(row.passing)), priority=1),
+    ]
 
 
 def _known(row: _Row) -> Beside:
@@ -181,7 +218,8 @@ def _exposed(beside: Beside) -> str:
     return format_seconds(beside.exposed_seconds) if beside.exposed_seconds else "-"
 
 
-def _verdict(compute: float, passing: Passing, hidden: Beside) -> list[str]:
+def _verdict(compute: float, passing: Passing, hidden: Beside, enough: float) -> list[str]:
+    """Full sharding beside the given compute, by the rule of thumb and by the overlap."""
     rule = (
         f"By the rule of thumb, full sharding hides behind {format_seconds(compute)} of compute here"
         if hidden.hides_by_rule
@@ -189,21 +227,37 @@ def _verdict(compute: float, passing: Passing, hidden: Beside) -> list[str]:
         "compute: do not fully shard over this wire"
     )
     attained = (
-        f"At attained speed it takes {format_seconds(passing.attained_seconds)}: "
-        f"compute beside it lasts {format_seconds(hidden.slowed_compute_seconds)}, and "
-        + (
-            f"{format_seconds(hidden.exposed_seconds)} stay exposed"
-            if hidden.exposed_seconds
-            else "all of it hides, if everything overlaps"
-        )
+        f"At attained speed it takes {format_seconds(passing.attained_seconds)}; compute beside it lasts "
+        f"{format_seconds(hidden.slowed_compute_seconds)}. "
     )
-    return [f"{rule} ({hidden.headline_ratio:.2f}).", f"{attained}.", ""]
+    if not hidden.exposed_seconds:
+        attained += "All of it hides, if everything overlaps."
+    else:
+        attained += (
+            f"If everything overlaps, {format_percent(hidden.hidden_share)} of it hides and "
+            f"{format_seconds(hidden.exposed_seconds)} stay exposed; {format_seconds(enough)} of compute, or a wire "
+            f"about {enough / compute:.2g} times as fast, would hide it all."
+        )
+    disagree = hidden.hides_by_rule == bool(hidden.exposed_seconds)
+    if disagree and hidden.hides_by_rule:
+        attained += " The rule is too kind here: the wire attains far less than its headline."
+    elif disagree:
+        attained += " The rule is careful: it leaves room for what does not overlap, such as the first gather."
+    return [f"{rule} ({hidden.headline_ratio:.2f}).", attained, ""]
 
 
 def _data(link: Link, ranks: int, found: Sequence[Passing], hidden: Sequence[Beside] | None) -> dict[str, Any]:
+    from shardwise.planner.passes import hiding_compute_seconds, rule_compute_seconds
     from shardwise.vocabulary import codec
 
-    rows: list[dict[str, Any]] = [codec.to_data(each) for each in found]
+    rows: list[dict[str, Any]] = [
+        {
+            **codec.to_data(each),
+            "hidden_by_compute_seconds": hiding_compute_seconds(each, link),
+            "hidden_by_compute_seconds_by_rule": rule_compute_seconds(each),
+        }
+        for each in found
+    ]
     for i, row in enumerate(rows):
         if hidden is not None:
             row["beside_compute"] = codec.to_data(hidden[i])

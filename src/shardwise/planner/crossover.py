@@ -2,9 +2,10 @@
 
 [Note: scaled wire]
 The wire that decides (between machines if there are several, else inside the one) is scaled in bandwidth and in its
-measured tables; latency stays. Every rival's step is simulated again, which is quick and finds where to look. Rivals are
-the best variants of each split on the wire as it is; on another one other variants may be better (a larger micro-batch
-with checkpointing sends less often). So what was found is planned anew on both sides, and told only if both plans agree.
+measured tables; latency stays. Every rival's step is simulated again, which is quick and finds where to look. Rivals
+are the best variants of each split on the wire as it is; on another one other variants may be better (a larger
+micro-batch with checkpointing sends less often). So what was found is planned anew on both sides of the figure, and
+told only if both plans agree with it.
 """
 
 from __future__ import annotations

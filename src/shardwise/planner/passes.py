@@ -37,6 +37,23 @@ class Beside:
     exposed_seconds: float
     """What is left of the attained time when compute, slowed by the transfer, is over."""
     slowed_compute_seconds: float
+    hidden_share: float = 0.0
+    """Of the attained time, what compute covers."""
+
+
+def slowdown(link: Link) -> float:
+    """How much longer compute takes while messages pass on a link."""
+    return CONTENTION.get(link.kind, CONTENTION_ELSEWHERE)
+
+
+def hiding_compute_seconds(passing: Passing, link: Link) -> float:
+    """Compute that hides a message wholly, if all of it overlaps: slowed by the transfer, it lasts as long."""
+    return passing.attained_seconds / slowdown(link)
+
+
+def rule_compute_seconds(passing: Passing) -> float:
+    """Compute behind which the rule of thumb lets a message hide."""
+    return passing.headline_seconds / headline.HIDDEN_SHARE
 
 
 def passings(link: Link, num_bytes: int, ranks: int) -> tuple[Passing, ...]:
@@ -74,12 +91,14 @@ def _passing(link: Link, op: CollectiveOp, num_bytes: int, ranks: int) -> Passin
 def beside(passing: Passing, link: Link, compute_seconds: float) -> Beside:
     """What hides behind that much compute: by the rule of thumb, and by overlap with contention."""
     rule = headline.hiding(passing.headline_seconds, compute_seconds)
-    factor = CONTENTION.get(link.kind, CONTENTION_ELSEWHERE)
+    factor = slowdown(link)
     wire = passing.attained_seconds
     slowed = min(compute_seconds * factor, compute_seconds + (factor - 1) * wire)
+    exposed = max(0.0, wire - slowed)
     return Beside(
         headline_ratio=rule.ratio,
         hides_by_rule=rule.hides,
-        exposed_seconds=max(0.0, wire - slowed),
+        exposed_seconds=exposed,
         slowed_compute_seconds=slowed,
+        hidden_share=1 - exposed / wire if wire else 1.0,
     )
