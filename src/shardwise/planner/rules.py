@@ -112,7 +112,7 @@ def _spoken(
 def fits_one_card(job: Job, cluster: Cluster, tuning: Tuning) -> Strategy | None:
     """The simplest strategy of one card that fits, if there is one."""
     one = dataclasses.replace(cluster, num_nodes=1, gpus_per_node=1)
-    variants: tuple[tuple[Checkpointing, LossKind], ...] = (("none", "plain"), ("full", "plain"), ("full", "chunked"))
+    variants: tuple[tuple[Checkpointing, LossKind], ...] = (("none", "plain"), ("full", "plain"), ("full", "fused"))
     for checkpointing, loss in variants:
         strategy = Strategy(
             tuning=tuning, checkpointing=checkpointing, loss=loss, micro_batch_size=1, precision=job.precision,

@@ -75,8 +75,8 @@ class Split:
 def splits(job: Job, cluster: Cluster, wishes: Wishes) -> Iterator[Split]:
     """Every combination of tuning, mesh and stage that the wishes leave open, legal or not."""
     tunings: tuple[Tuning, ...] = ("full", "lora", "qlora") if job.tuning == "any" else (job.tuning,)
-    levers = tuple(_levers(wishes))
     for tuning, (pp, dp_replicate, dp_shard, tp) in itertools.product(tunings, meshes(cluster.num_gpus, wishes)):
+        levers = tuple(_levers(wishes, _losses(tp, is_compiled=_compiles(cluster, wishes))))
         batches = tuple(
             Batch(micro_batch_size=size, accumulation=steps)
             for size, steps in possible_batches(job, dp_replicate * dp_shard, wishes)
@@ -148,8 +148,14 @@ def _stages(dp_shard: int, wishes: Wishes) -> tuple[ZeroStage, ...]:
     return tuple(stage for stage in open_stages if stage == wishes.zero_stage)
 
 
-def _levers(wishes: Wishes) -> Iterator[Lever]:
-    losses: tuple[LossKind, ...] = ("plain", "chunked")
+def _losses(tp: int, *, is_compiled: bool) -> tuple[LossKind, ...]:
+    """Compiled, the fused loss takes less time and less memory than the others; it needs a head that is not split."""
+    if tp > 1:
+        return ("plain", "chunked")
+    return ("fused",) if is_compiled else ("plain", "fused")
+
+
+def _levers(wishes: Wishes, losses: tuple[LossKind, ...]) -> Iterator[Lever]:
     for checkpointing in (wishes.checkpointing,) if wishes.checkpointing else _CHECKPOINTING:
         for loss in (wishes.loss,) if wishes.loss else losses:
             yield Lever(checkpointing=checkpointing, loss=loss)
