@@ -47,7 +47,7 @@ from shardwise.trainer.model import Skeleton
 from shardwise.vocabulary.strategy import Strategy
 
 EMPTY_TOKENS = 8
-"""Tokens of a micro-batch that only fills a schedule."""
+"""Tokens of a micro-batch that only fills a schedule, on each rank of tp."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,6 +69,8 @@ class Wire:
     device: torch.device
     group: dist.ProcessGroup
     """The ranks of this pipeline."""
+    token_parts: int = 1
+    """Into how many parts tensor parallel cuts the tokens of a row, of which each rank sends its own."""
 
 
 @dataclass(eq=False)
@@ -148,7 +150,8 @@ class ChunkStage(_PipelineStageBase):
         return [self._message(dist.isend, self._flight.made.pop(bwd_chunk_id), self.stage_index - 1)]
 
     def _buffer(self, index: int) -> Tensor:
-        shape = (*self._batches[index].input_ids.shape, self._wire.hidden_size)
+        rows, tokens = self._batches[index].input_ids.shape
+        shape = (rows, tokens // self._wire.token_parts, self._wire.hidden_size)
         return torch.empty(shape, dtype=self._wire.dtype, device=self._wire.device)
 
     def _message(self, op: Callable[..., Any], tensor: Tensor, chunk: int) -> dist.P2POp:
@@ -266,6 +269,7 @@ class Pipeline:
             dtype=_hidden_dtype(skeleton.model, strategy),
             device=mesh.device,
             group=group,
+            token_parts=strategy.tp if strategy.sequence_parallel else 1,
         )
         total = strategy.pp * strategy.virtual_stages
         self._stages = [
@@ -334,7 +338,7 @@ class Pipeline:
         count = max(len(batches), 1 if self._strategy.pipeline_schedule == "gpipe" else self._strategy.pp)
         while self._strategy.pipeline_schedule in INTERLEAVING and not divides(count, self._strategy.pp):
             count += 1
-        return [*batches, *(_empty(batches[0]) for _ in range(count - len(batches)))]
+        return [*batches, *(_empty(batches[0], self._strategy.tp) for _ in range(count - len(batches)))]
 
     @torch.no_grad()
     def _add_tied_gradients(self) -> None:
@@ -349,12 +353,11 @@ def _as_it_is(loss: Tensor, _: Any) -> Tensor:
     return loss
 
 
-def _empty(like: Batch) -> Batch:
+def _empty(like: Batch, tp: int) -> Batch:
     """A micro-batch from which nothing is learned."""
-    ids = torch.zeros(1, EMPTY_TOKENS, dtype=torch.long, device=like.input_ids.device)
-    return Batch(
-        input_ids=ids, labels=torch.full_like(ids, IGNORE_INDEX), position_ids=torch.arange(EMPTY_TOKENS).to(ids)[None]
-    )
+    ids = torch.zeros(1, EMPTY_TOKENS * tp, dtype=torch.long, device=like.input_ids.device)
+    positions = torch.arange(ids.shape[1]).to(ids)[None]
+    return Batch(input_ids=ids, labels=torch.full_like(ids, IGNORE_INDEX), position_ids=positions)
 
 
 def _hidden_dtype(model: nn.Module, strategy: Strategy) -> torch.dtype:

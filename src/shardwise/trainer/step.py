@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.axes.pipeline.apply import chunks_of
-from shardwise.axes.tensor.apply import is_split, partial_parameters, sum_partial_gradients
+from shardwise.axes.tensor.apply import as_residual, is_split, partial_parameters, sum_partial_gradients
 from shardwise.levers.accumulation.apply import loss_scale
 from shardwise.trainer.attention import bounds_for
 from shardwise.trainer.data.collate import Batch, document_causal_mask
@@ -154,7 +154,7 @@ def pipeline_of(skeleton: Skeleton, mesh: RankMesh, strategy: Strategy, attentio
         inputs = model_inputs(batch, attention)
         if hidden is not None:
             del inputs["input_ids"]
-            inputs["inputs_embeds"] = hidden
+            inputs["inputs_embeds"] = hidden if mesh.tensor is None else as_residual(hidden, mesh.tensor, strategy)
         if chunk is last:
             inputs |= {"loss_labels": batch.labels, "loss_rows": batch.loss_rows}
         return chunk(**inputs)

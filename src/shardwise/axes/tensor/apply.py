@@ -71,20 +71,29 @@ def apply(model: nn.Module, blocks: nn.ModuleList, mesh: DeviceMesh, strategy: S
     if problems := _unknown(model, blocks, mesh.size()):
         raise ConfigError(*problems)
     untyped: Any = model
+    # None on stages of a pipeline that do not begin or end with them.
     embedding, head = untyped.get_input_embeddings(), untyped.get_output_embeddings()
-    is_tied = embedding.weight is head.weight
+    is_tied = embedding is not None and head is not None and embedding.weight is head.weight
     split = Shard(1) if strategy.sequence_parallel else Replicate()
     for number, block in enumerate(blocks):
         _parallelize(block, mesh, _block_plan(split))
         if number == 0:
             local = PrepareModuleInput(input_layouts=split, desired_input_layouts=split, use_local_output=True)
             _parallelize(block, mesh, local)
-    _parallelize(embedding, mesh, VocabularyParallel(split))
-    _parallelize(head, mesh, ColwiseParallel(input_layouts=split, use_local_output=False))
+    if embedding is not None:
+        _parallelize(embedding, mesh, VocabularyParallel(split))
+    if head is not None:
+        _parallelize(head, mesh, ColwiseParallel(input_layouts=split, use_local_output=False))
     if is_tied:
         head.weight = embedding.weight
     for module in _partial_modules(model, blocks, strategy):
         setattr(module, _PARTIAL, True)
+
+
+def as_residual(hidden: Tensor, mesh: DeviceMesh, strategy: Strategy) -> Tensor:
+    """Hidden states that another stage has sent, as the embedding would have given them ([Note: sequence parallel])."""
+    split = Shard(1) if strategy.sequence_parallel else Replicate()
+    return DTensor.from_local(hidden, mesh, [split], run_check=False)
 
 
 def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: ParallelStyle | dict[str, ParallelStyle]) -> None:
