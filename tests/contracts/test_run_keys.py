@@ -14,7 +14,7 @@ from shardwise.cli.runfile import DECIDED_BY_THE_PLAN, ELSEWHERE
 from shardwise.vocabulary.run import RunFile
 
 SRC = Path(__file__).parents[2] / "src" / "shardwise"
-READERS = ("trainer", "verify")
+READERS = ("trainer", "verify", "launch")
 """The rooms in which a key must be read for it to have an effect."""
 TRL_KEYS = {
     "model_name_or_path", "model_revision", "trust_remote_code", "attn_implementation", "dataset_name",

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,8 +131,28 @@ def test_errors_come_back_as_themselves() -> None:
         launch(fail_first, ("killed",), TWO)
 
 
+def refuse(folder: str) -> None:
+    """Leaves a file for each attempt that comes so far."""
+    (Path(folder) / f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}").touch()
+    raise DataError("data.jsonl, line 7: no answer.")
+
+
+@pytest.mark.distributed
+def test_what_a_restart_cannot_mend_is_not_tried_again(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="line 7"):
+        launch(refuse, (str(tmp_path),), LaunchOptions(num_ranks=1, device="cpu", max_restarts=1))
+    assert [path.name for path in tmp_path.iterdir()] == ["attempt-0"]
+
+
 def test_a_launcher_with_another_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="torchrun has started 4 ranks, but the plan needs 2"):
         launch(meet, ("rank",), TWO)
+
+
+def test_a_run_that_may_be_restarted_takes_the_ranks_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    options = LaunchOptions(num_ranks=8, device="cpu", max_restarts=1)
+    assert launch(os.environ.get, ("WORLD_SIZE",), options) == "4"

@@ -199,7 +199,7 @@ def _train(ready: Ready, command: str) -> int:
         from shardwise.launch.local import LaunchOptions, launch
         from shardwise.trainer.run import run_training
 
-        ranks = LaunchOptions(num_ranks=trial.candidate.strategy.num_ranks, device="cuda" if cuda else "cpu")
+        ranks = LaunchOptions.of_run(trial.run, trial.candidate.strategy.num_ranks, cuda=cuda)
         launch(run_training, (trial.run, trial.candidate.strategy), ranks)
         return 0
     _say_plan(trial)

@@ -93,7 +93,7 @@ class Loop:
 
     def __init__(self, parts: LoopParts) -> None:
         self._parts = parts
-        self._signals = Signals()
+        self.signals = Signals()
         self._pending: _Pending | None = None
         self._window = _Window()
         self._losses: list[float] = []
@@ -110,15 +110,14 @@ class Loop:
         parts = self._parts
         feeder = Feeder(parts.train)
         started = time.perf_counter()
-        self._signals.install()
         try:
-            for step in range(parts.position.next_step, parts.train.plan.num_steps):
-                self._step(step, feeder)
-                if self._stop:
-                    break
-            self._settle()
+            with self.signals.noted():
+                for step in range(parts.position.next_step, parts.train.plan.num_steps):
+                    self._step(step, feeder)
+                    if self._stop:
+                        break
+                self._settle()
         finally:
-            self._signals.restore()
             feeder.close()
             parts.watch.close()
             parts.progress.close()
@@ -166,7 +165,7 @@ class Loop:
             pending.ready.synchronize()
         share, norm, skipped = pending.host.tolist()
         parts = self._parts
-        signals = self._signals
+        signals = self.signals
         parts.hang.at(f"step {pending.step + 1}: exchange of its numbers")
         own = (share, pending.clock.seconds(), pending.num_padded, signals.stop, signals.save)
         mine = torch.tensor([*own, *parts.watch.numbers(pending.step)], dtype=torch.float64)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import PlanMismatchError, ResourceError
+from shardwise.vocabulary.restarts import restart_count
 from shardwise.vocabulary.strategy import Axis, Strategy
 
 TIMEOUT = timedelta(minutes=30)
@@ -81,10 +82,25 @@ def choose_device(local_rank: int) -> torch.device:
 
 
 def join_ranks(device: torch.device) -> None:
-    """Starts torch.distributed from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; once a process."""
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    """Starts torch.distributed from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; once a process.
+
+    [Note: addresses of the dead] torch's elastic launcher keeps one store for all attempts, and since torch 2.13
+    nothing in it keeps them apart: ranks that are started again find the addresses of the ranks before them, and wait
+    for those. So each attempt after the first has keys of its own.
+    """
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    attempt = restart_count(os.environ)
+    if not attempt or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend, timeout=TIMEOUT)
+        return
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port = int(os.environ["MASTER_PORT"])
+    stores: Any = dist  # torch does not export their types
+    kept = stores.TCPStore(os.environ["MASTER_ADDR"], port, world_size, is_master=False, timeout=TIMEOUT)
+    fresh = stores.PrefixStore(f"shardwise-attempt-{attempt}", kept)
+    dist.init_process_group(backend, store=fresh, rank=rank, world_size=world_size, timeout=TIMEOUT)
 
 
 def local_rank() -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import CheckpointError, PlanMismatchError
+from shardwise.errors import PlanMismatchError
 from shardwise.levers.optimizer import apply as optimizers
 from shardwise.trainer.checkpoint import Checkpointer, SaveOptions
 from shardwise.trainer.checkpoint.state import reseed
@@ -42,6 +42,7 @@ from shardwise.trainer.parallelize import parallelize, refuse_machine, refuse_un
 from shardwise.trainer.prepare import Prepared, RunWishes, data_lengths, prepare_run
 from shardwise.trainer.progress import Progress
 from shardwise.trainer.reference import check_first_loss
+from shardwise.trainer.resume import Continued, agree_restarts, disk_need, fit_ranks, resume
 from shardwise.trainer.schedule import schedule_of
 from shardwise.trainer.sentinels import check_buffers, check_ties, verify_wrapping, wrapped_classes
 from shardwise.trainer.sentinels.hang import HangWatch, limits_of
@@ -51,7 +52,7 @@ from shardwise.trainer.sentinels.watch import watch_of
 from shardwise.trainer.sentinels.world import check_world
 from shardwise.trainer.state import DataPosition, RunState, app_state
 from shardwise.trainer.step import Stepper, pipeline_of
-from shardwise.trainer.tracking import Tracking
+from shardwise.trainer.tracking import Tracking, TrackingWish
 from shardwise.trainer.weights import load_pretrained_sharded
 from shardwise.vocabulary import codec
 from shardwise.vocabulary.cluster import Cluster
@@ -81,15 +82,18 @@ def run_training(run: RunFile, strategy: Strategy, wishes: RunWishes | None = No
         ShardwiseError: Whatever the user, the machine or the training got wrong.
     """
     wishes = wishes or RunWishes()
+    strategy = fit_ranks(run, strategy)
     refuse_unsupported(strategy)
     device = choose_device(local_rank())
     refuse_machine(strategy, device)
     prepared = prepare_run(run, strategy, wishes)
     join_ranks(device)
     try:
-        start = RunStart(
-            run=run, strategy=strategy, wishes=wishes, prepared=prepared, mesh=build_mesh(strategy, device)
-        )
+        mesh = build_mesh(strategy, device)
+        restarts = agree_restarts(mesh)
+        if restarts:
+            run = dataclasses.replace(run, resume_from_checkpoint=run.resume_from_checkpoint or True)
+        start = RunStart(run=run, strategy=strategy, wishes=wishes, prepared=prepared, mesh=mesh, num_restarts=restarts)
         with guarded(start):
             return _train(start)
     finally:
@@ -106,6 +110,8 @@ class RunStart:
     wishes: RunWishes
     prepared: Prepared
     mesh: RankMesh
+    num_restarts: int = 0
+    """How often a launcher has started the ranks again."""
     hang: HangWatch = field(init=False)
     memory: MemoryWitness = field(init=False)
 
@@ -141,19 +147,21 @@ def _train(start: RunStart) -> str:
     run, strategy, mesh, folder = start.run, start.strategy, start.mesh, Path(start.run.output_dir)
     parts, sampler = assemble(start)
     loop = Loop(parts)
+    answers = _Answers(sampler, run.sample_prompt)
     try:
-        answers = _Answers(sampler, run.sample_prompt)
         if parts.position.next_step == 0:
             compare_with_plain(run, parts, strategy, mesh)
             answers.take("before", parts.progress)
             if parts.held_out is not None:
                 loop.evaluate(0)
-        result = loop.run()
-        start.hang.at("finishing: answers, numbers, export, last save", patient=True)
-        if not result.stopped_by:
-            answers.take("after", parts.progress)
-        _finish(parts, result, answers, start.prepared, start.wishes)
-        parts.checkpointer.close()
+        with loop.signals.noted():  # to the very end: a signal must not cut off the last save or the export
+            result = loop.run()
+            start.hang.at("finishing: answers, numbers, export, last save", patient=True)
+            parts.checkpointer.wait()
+            if not result.stopped_by:
+                answers.take("after", parts.progress)
+            _finish(parts, result, answers, start.prepared, start.wishes)
+            parts.checkpointer.close()
         if result.stopped_by:
             parts.progress.say(
                 f"Stopped by signal {result.stopped_by} after step {result.num_steps}; saved. "
@@ -280,12 +288,24 @@ def assemble(start: RunStart) -> tuple[LoopParts, Sampler | None]:
     position, state = DataPosition(plan), RunState()
     app = app_state(skeleton, optimizer, strategy, {"data": position, "run": state}, seed=run.seed)
     reseed(run.seed, 0, mesh.data_rank)  # dropout: other draws on ranks that see other data, the same in every run
-    _resume(run, checkpointer, app, position, progress)
+    continued = Continued(
+        checkpointer=checkpointer, app_state=app, position=position, progress=progress, num_restarts=start.num_restarts
+    )
+    resume(run, continued)
+    exported_bytes = _export_dtype(run, prepared.config).itemsize
+    checkpointer.check_room(disk_need(run, strategy, continued, plan, exported_bytes))
     source = functools.partial(_source, prepared, mesh, batch_form(run, skeleton.model, strategy, mesh.device))
     tracking = None
     if mesh.is_first:
         folder.mkdir(parents=True, exist_ok=True)
-        tracking = Tracking(folder, run.report_to, codec.to_data(run), run.run_name or folder.name, progress.say)
+        wish = TrackingWish(
+            folder=folder,
+            trackers=run.report_to,
+            settings=codec.to_data(run),
+            run_name=run.run_name or folder.name,
+            first_step=position.next_step,
+        )
+        tracking = Tracking(wish, progress.say)
     meter = Meter(
         MeterOptions(model=skeleton.model, optimizer=optimizer, strategy=strategy, mesh=mesh, enabled=wishes.measure)
     )
@@ -344,38 +364,6 @@ def _held_out_source(
         shuffle=False,
     )
     return source(prepared.held_out, plan_batches(prepared.held_out, options))
-
-
-def _resume(run: RunFile, checkpointer: Checkpointer, app: Any, position: DataPosition, progress: Progress) -> None:
-    """Loads the newest good checkpoint, or the one asked for; refuses a folder with a run that nobody goes on with.
-
-    Raises:
-        CheckpointError: The folder holds another run, or the checkpoint asked for is not good.
-    """
-    if isinstance(run.resume_from_checkpoint, str):
-        restored = checkpointer.load(app, run.resume_from_checkpoint)
-    else:
-        found = checkpointer.newest_good()
-        for damaged in found.damaged:
-            progress.say(f"Passed over: {damaged}")
-        if found.path is None:
-            if run.resume_from_checkpoint and found.damaged:
-                raise CheckpointError(
-                    f"No checkpoint in {run.output_dir} is good enough to resume from. Copy one again from where it "
-                    "came from, or start a new run in another output_dir.",
-                )
-            if run.resume_from_checkpoint:
-                progress.say(f"{run.output_dir} holds no checkpoint to resume from: starting at the beginning.")
-            return
-        if not run.resume_from_checkpoint:
-            raise CheckpointError(
-                f"{run.output_dir} holds {found.path.name} of an earlier run. Go on with --resume, or give another "
-                "output_dir."
-            )
-        restored = checkpointer.load(app, found.path, verified=found.manifest)
-    for note in restored.notes:
-        progress.say(note)
-    progress.say(f"Goes on after step {position.next_step}.")
 
 
 class _Answers:

@@ -2,6 +2,10 @@
 
 The file is the truth; a tracker is a guest. One that fails, whatever it raises, says so once and is not asked again: it
 can never stop a run.
+
+[Note: each step once] A run that was killed has logged steps beyond its last checkpoint, and does them again. With the
+first line that it logs then, those of before are moved to metrics.repeated.jsonl, so that metrics.jsonl holds every
+step once. A start that fails before it logs moves nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +14,13 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO, cast
 
 from shardwise.vocabulary.run import Tracker
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, REPEATED_FILE = "metrics.jsonl", "metrics.repeated.jsonl"
 Say = Callable[[str], None]
 
 
@@ -31,26 +36,38 @@ class Sink(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrackingWish:
+    """What is written where."""
+
+    folder: Path
+    """The run folder."""
+    trackers: Sequence[Tracker] = ()
+    """Names of trackers, as in `report_to`."""
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What the trackers may show as the run's settings."""
+    run_name: str = ""
+    """The run's name in the trackers."""
+    first_step: int = 0
+    """Steps done when it starts; what an earlier start has logged beyond them will be done again."""
+
+
 class Tracking:
     """Writes numbers; on rank 0 only.
 
     Args:
-        folder: The run folder.
-        trackers: Names of trackers, as in `report_to`.
-        settings: What the trackers may show as the run's settings.
-        run_name: The run's name in the trackers.
+        wish: What is written where.
         say: Where warnings go.
     """
 
-    def __init__(
-        self, folder: Path, trackers: Sequence[Tracker], settings: Mapping[str, Any], run_name: str, say: Say
-    ) -> None:
-        self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
+    def __init__(self, wish: TrackingWish, say: Say) -> None:
+        self._path, self._first_step = wish.folder / METRICS_FILE, wish.first_step
+        self._file: TextIO | None = None
         self._say = say
         self._sinks: dict[str, Sink] = {}
-        for name in trackers:
+        for name in wish.trackers:
             if name != "none":
-                self._guard(name, lambda name=name: self._open(name, folder, settings, run_name))
+                self._guard(name, lambda name=name: self._open(name, wish))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """One line in metrics.jsonl, and the same to every tracker.
@@ -59,6 +76,9 @@ class Tracking:
             values: By HF's keys: loss, grad_norm, learning_rate, epoch, eval_loss.
             step: Optimizer steps done.
         """
+        if self._file is None:
+            set_aside(self._path, self._first_step)
+            self._file = self._path.open("a", encoding="utf-8")
         self._file.write(json.dumps({**values, "step": step}) + "\n")
         self._file.flush()
         named = {_tracker_key(key): value for key, value in values.items()}
@@ -69,10 +89,11 @@ class Tracking:
         """Finish every tracker and the file."""
         for name, sink in list(self._sinks.items()):
             self._guard(name, sink.close)
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
-    def _open(self, name: str, folder: Path, settings: Mapping[str, Any], run_name: str) -> None:
-        self._sinks[name] = _SINKS[name](folder, settings, run_name)
+    def _open(self, name: str, wish: TrackingWish) -> None:
+        self._sinks[name] = _SINKS[name](wish)
 
     def _guard(self, name: str, act: Callable[[], None]) -> None:
         try:
@@ -84,17 +105,60 @@ class Tracking:
             )
 
 
+def set_aside(path: Path, steps_done: int) -> int:
+    """Move the lines of steps that will be done again to the file beside ([Note: each step once]); nothing is lost.
+
+    Args:
+        path: The metrics file; it need not exist.
+        steps_done: Lines up to this step stay; none does for 0, where a run starts at the beginning.
+
+    Returns:
+        How many lines have moved; half a line that a killed process has left is one of them.
+    """
+    if not path.is_file():
+        return 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    stays = [steps_done > 0 and _is_up_to(line, steps_done) for line in lines]
+    repeated = [line for line, kept in zip(lines, stays, strict=True) if not kept]
+    if not repeated:
+        return 0
+    with (path.parent / REPEATED_FILE).open("ab") as aside:
+        aside.writelines(line if line.endswith(b"\n") else line + b"\n" for line in repeated)
+        aside.flush()
+        os.fsync(aside.fileno())
+    unfinished = path.with_name(path.name + ".part")
+    with unfinished.open("wb") as file:
+        file.writelines(line for line, kept in zip(lines, stays, strict=True) if kept)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    return len(repeated)
+
+
+def _is_up_to(line: bytes, step: int) -> bool:
+    """Whether a line is whole and of no step that will be done again."""
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    found = cast(dict[str, Any], record).get("step") if isinstance(record, dict) else None
+    return not isinstance(found, (int, float)) or found <= step
+
+
 def _tracker_key(key: str) -> str:
     return f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path, settings: Mapping[str, Any], run_name: str) -> None:
+    def __init__(self, wish: TrackingWish) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        place = os.environ.get("TENSORBOARD_LOGGING_DIR") or str(folder / "tensorboard" / run_name)
-        self._writer: Any = SummaryWriter(log_dir=place)
-        self._writer.add_text("settings", "```\n" + json.dumps(settings, indent=2, default=str) + "\n```")
+        place = os.environ.get("TENSORBOARD_LOGGING_DIR") or str(wish.folder / "tensorboard" / wish.run_name)
+        again = wish.first_step + 1 if wish.first_step else None  # steps from here on will be logged again
+        self._writer: Any = SummaryWriter(log_dir=place, purge_step=again)
+        self._writer.add_text("settings", "```\n" + json.dumps(wish.settings, indent=2, default=str) + "\n```")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for key, value in values.items():
@@ -108,11 +172,11 @@ class _TensorBoard:
 class _Wandb:
     """W&B, and trackio, which has the same three calls."""
 
-    def __init__(self, module: str, folder: Path, settings: Mapping[str, Any], run_name: str) -> None:
+    def __init__(self, module: str, wish: TrackingWish) -> None:
         self._api: Any = importlib.import_module(module)
-        where: dict[str, Any] = {"dir": str(folder)} if module == "wandb" else {}
+        where: dict[str, Any] = {"dir": str(wish.folder)} if module == "wandb" else {}
         project = os.environ.get("WANDB_PROJECT" if module == "wandb" else "TRACKIO_PROJECT", "shardwise")
-        self._api.init(project=project, name=run_name, config=dict(settings), **where)
+        self._api.init(project=project, name=wish.run_name, config=dict(wish.settings), **where)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._api.log(dict(values), step=step)
@@ -121,8 +185,8 @@ class _Wandb:
         self._api.finish()
 
 
-_SINKS: dict[str, Callable[[Path, Mapping[str, Any], str], Sink]] = {
+_SINKS: dict[str, Callable[[TrackingWish], Sink]] = {
     "tensorboard": _TensorBoard,
-    "wandb": lambda folder, settings, run_name: _Wandb("wandb", folder, settings, run_name),
-    "trackio": lambda folder, settings, run_name: _Wandb("trackio", folder, settings, run_name),
+    "wandb": lambda wish: _Wandb("wandb", wish),
+    "trackio": lambda wish: _Wandb("trackio", wish),
 }

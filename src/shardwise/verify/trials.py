@@ -6,6 +6,7 @@ was said with what came out.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from shardwise.vocabulary.job import Job, LoraSettings, OptimizerName, Precision
 from shardwise.vocabulary.ledger import Ledger
 from shardwise.vocabulary.measured import Measured
 from shardwise.vocabulary.plan import Candidate, Plan
+from shardwise.vocabulary.restarts import restart_count
 from shardwise.vocabulary.run import OptimizerKey, RunFile
 from shardwise.vocabulary.strategy import Checkpointing, Strategy
 
@@ -181,7 +183,7 @@ def execute(trial: Trial, *, cuda: bool, command: str = "") -> Ledger:
 
     with opening.kept_until_a_step(trial.folder, _nouns(trial)):
         write_before(trial)
-        options = LaunchOptions(num_ranks=trial.candidate.strategy.num_ranks, device="cuda" if cuda else "cpu")
+        options = LaunchOptions.of_run(trial.run, trial.candidate.strategy.num_ranks, cuda=cuda)
         launch(run_training, (trial.run, trial.candidate.strategy, RunWishes(command=command)), options)
     return settle(trial.folder, trial.candidate)
 
@@ -194,7 +196,8 @@ def write_before(trial: Trial) -> None:
         UsageError: A file of the user's stands in the way.
         ResourceError: The folder cannot be written.
     """
-    opening.look(trial.folder, _nouns(trial), resumes=bool(trial.run.resume_from_checkpoint))
+    resumes = bool(trial.run.resume_from_checkpoint) or restart_count(os.environ) > 0
+    opening.look(trial.folder, _nouns(trial), resumes=resumes)
     opening.write(trial.folder, _nouns(trial))
 
 

@@ -89,6 +89,10 @@ class RunFile:
     seed: Seed = 42
     hang_timeout: Delay = 600.0
     """Seconds without progress of any rank after which the run ends, naming the rank and the collective; 0: never."""
+    max_restarts: NotNegative = 0
+    """After a rank is lost, start all of them again up to so often and go on from the newest good checkpoint."""
+    shutdown_timeout: Delay = 600.0
+    """Seconds that the ranks may take to save after SIGTERM or Ctrl-C; then they are killed."""
 
     # -- what is trained
     tuning: TuningWish | None = None

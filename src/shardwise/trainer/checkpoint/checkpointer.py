@@ -226,6 +226,15 @@ class Checkpointer:
             self._stager.close()
             self._ranks.close()
 
+    def check_room(self, need: folders.Need) -> None:
+        """Whether the disk has room for what the rest of the run will write, as the ranks together know it.
+
+        Raises:
+            ResourceError: It has not; with needed and free bytes.
+        """
+        needs = self._ranks.together(lambda: need)
+        self._ranks.by_coordinator(lambda: folders.check_room(self.run_folder, needs[0].joined(needs[1:])))
+
     def newest_good(self) -> folders.Found:
         """The newest checkpoint of the run folder that is not damaged; each rank checks its share of the files."""
         return folders.newest_good(self.run_folder, self._ranks)

@@ -15,7 +15,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,6 +57,80 @@ def list_checkpoints(run_folder: Path, suffix: str | None = None) -> list[tuple[
     return sorted(found, reverse=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What the rest of a run will write, as far as one rank knows."""
+
+    checkpoint: Mapping[str, int] = field(repr=False)
+    """Whole bytes of each tensor of a checkpoint, optimizer states included, by name."""
+    exported: Mapping[str, int] = field(repr=False)
+    """Whole bytes of each tensor that is exported at the end, by name."""
+    num_saves: int
+    """How often it will save of itself."""
+    num_there: int = 0
+    """Checkpoints that are in the run folder already."""
+    save_total_limit: int | None = None
+
+    def joined(self, others: Iterable[Need]) -> Need:
+        """The same with what other ranks know: stages of a pipeline hold different tensors."""
+        checkpoint, exported = dict(self.checkpoint), dict(self.exported)
+        for other in others:
+            checkpoint.update(other.checkpoint)
+            exported.update(other.exported)
+        return replace(self, checkpoint=checkpoint, exported=exported)
+
+    @property
+    def num_at_once(self) -> int:
+        """New checkpoints that must fit: one more than are kept, since an older one goes after the new one is durable.
+
+        With no limit only the next one is asked for: whoever keeps all may carry them away.
+        """
+        limit = self.save_total_limit
+        return min(self.num_saves, 1 if limit is None else max(limit + 1 - self.num_there, 1))
+
+    @property
+    def num_bytes(self) -> int:
+        """Beyond what is there now: the fuller of the last save and of the export beside what is kept."""
+        one, limit = sum(self.checkpoint.values()), self.save_total_limit
+        kept = min(self.num_saves, 1 if limit is None else max(limit - self.num_there, 0))
+        return max(self.num_at_once * one, kept * one + sum(self.exported.values()))
+
+
+def check_room(run_folder: Path, need: Need) -> None:
+    """Whether the disk has room for everything that a run will write; asked before its first step.
+
+    Args:
+        run_folder: The run folder, or a folder that will be made.
+        need: Of all ranks, joined.
+
+    Raises:
+        ResourceError: It has not; with needed and free bytes.
+    """
+    if not need.num_bytes:
+        return
+    needed, free = need.num_bytes + _SLACK_BYTES, _free_bytes(run_folder)
+    if free >= needed:
+        return
+    one, exported = sum(need.checkpoint.values()), sum(need.exported.values())
+    parts = [f"{need.num_at_once} × {format_bytes(one)} for checkpoints"] if need.num_saves else []
+    if need.num_saves and need.save_total_limit is not None:
+        parts[0] += f" (save_total_limit {need.save_total_limit}, and one more while the newest is written)"
+    if exported:
+        parts.append(f"{format_bytes(exported)} for the export at the end")
+    raise ResourceError(
+        f"The run needs {format_bytes(needed)} ({needed} bytes) in {run_folder}: {' and '.join(parts)}; "
+        f"{format_bytes(free)} ({free} bytes) are free. Free some space, lower save_total_limit, set save_strategy or "
+        "save_final otherwise, or give another output_dir."
+    )
+
+
+def _free_bytes(folder: Path) -> int:
+    """Of the disk of a folder, or of its nearest parent that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
 def check_disk(run_folder: Path, num_bytes: int) -> None:
     """Whether the disk has room for one more checkpoint.
 
@@ -67,10 +141,7 @@ def check_disk(run_folder: Path, num_bytes: int) -> None:
     Raises:
         ResourceError: It has not; with needed and free bytes.
     """
-    place = run_folder
-    while not place.exists():
-        place = place.parent
-    needed, free = num_bytes + _SLACK_BYTES, shutil.disk_usage(place).free
+    needed, free = num_bytes + _SLACK_BYTES, _free_bytes(run_folder)
     if free < needed:
         raise ResourceError(
             f"A checkpoint needs {format_bytes(needed)} ({needed} bytes) in {run_folder}, {format_bytes(free)} "
