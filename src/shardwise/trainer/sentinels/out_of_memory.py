@@ -31,7 +31,7 @@ _STATES = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER)
 _PLACES: tuple[tuple[str, str, Instant], ...] = (
     # a part of the file's path, a function (any if empty), the instant; the innermost frame that fits decides
     ("trainer/checkpoint/", "", Instant.SAVE),
-    ("trainer/export.py", "", Instant.SAVE),
+    ("trainer/export/", "", Instant.SAVE),
     ("trainer/evaluate.py", "", Instant.EVALUATION),
     ("trainer/weights.py", "", Instant.LOAD),
     ("trainer/model.py", "materialize", Instant.LOAD),
