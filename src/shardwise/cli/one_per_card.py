@@ -21,7 +21,7 @@ from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.units import format_count, format_seconds
 
 if TYPE_CHECKING:
-    from shardwise.cli.train import Options
+    from shardwise.cli.train_options import Options
 
 COLORS = {"done": "green", "failed": "red", "stopped": "yellow", "running": "bold", "waiting": "dim", "skipped": "dim"}
 SAID_SHARE = 0.1
@@ -87,10 +87,10 @@ def _refuse(names: Sequence[str], targets: Mapping[str, Target], folders: Mappin
 
 def _one_card(options: Options, place: Path) -> Path:
     """A cluster file of one card of this machine, written once for all jobs."""
-    from shardwise.cli import train
+    from shardwise.cli.train_options import cluster_of
     from shardwise.vocabulary import codec
 
-    cluster = train.cluster_of(options, place, ranks=1)
+    cluster = cluster_of(options, place, ranks=1)
     path = place / "one-card.yaml"
     one = dataclasses.replace(cluster, name=f"one {cluster.gpu.name}", gpus_per_node=1, num_nodes=1, inter_node=None)
     path.write_text(codec.to_yaml(one), encoding="utf-8")
