@@ -3,7 +3,7 @@
     from shardwise import Job, model, parse_gpus, plan
 
     answer = plan(Job(model=model("qwen2.5-7b"), tuning="any"), parse_gpus("2xrtx-5090"))
-    print(answer.recommended.strategy.name, answer.reason)
+    print(answer.reason)
 
 The names below are loaded when they are asked for: importing the package imports nothing else.
 """
