@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from shardwise.cli.options import spelled
+from shardwise.cli.options import again
 from shardwise.errors import UsageError
 from shardwise.report.style import Style
 from shardwise.vocabulary.limits import Count, Degree
@@ -61,7 +60,9 @@ def run(options: Options) -> int:
     """Everything, in order; returns 0 when the run is verified."""
     from shardwise.report.folder import read_folder
     from shardwise.report.html import write_report
+    from shardwise.report.verdict import verdict
     from shardwise.verify import trials
+    from shardwise.verify.busy import read_cpu_times, share_of_others
 
     started = time.perf_counter()
     say = _Teller(started)
@@ -74,9 +75,11 @@ def run(options: Options) -> int:
     run_file = _run_file(options, folder)
     trial = _plan(options, run_file, cluster)
     say.chapter("3 of 5", f"Train: {trial.candidate.strategy.name}, {options.steps} steps")
-    command = shlex.join(["shardwise", "demo", *spelled(options)])
-    ledger = trials.execute(trial, cuda=cluster.gpu.architecture != "cpu", command=command)
+    before = read_cpu_times()
+    ledger = trials.execute(trial, cuda=cluster.gpu.architecture != "cpu", command=again("demo", options))
+    others = share_of_others(before, read_cpu_times())
     say.chapter("4 of 5", "Verify: was the plan right?")
+    sys.stdout.write("".join(f"{text}\n" for text in verdict(trial.candidate, ledger, others)) + "\n")
     sys.stdout.write(_ledger_text(ledger))
     say.chapter("5 of 5", "Report")
     write_report(read_folder(folder), folder / REPORT_FILE)

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from shardwise.errors import ConfigError, UsageError, nearest_names
@@ -290,3 +293,16 @@ def _as_flags(problem: str, known: set[str], kind: type) -> str:
         return problem
     shown = match[1].upper() if match[1] in positional else "--" + match[1].replace("_", "-")
     return f"{shown}{match[2]}{match[3]}{match[4]}"
+
+
+def again(command: str, options: Any) -> str:
+    """The command line that does the same again, started as this process was.
+
+    `shardwise` is only on the PATH where it was installed; from a checkout it is `python -m shardwise`.
+
+    Args:
+        command: The command's name.
+        options: Its options.
+    """
+    start = ["python", "-m", "shardwise"] if Path(sys.argv[0]).name == "__main__.py" else ["shardwise"]
+    return shlex.join([*start, command, *spelled(options)])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
+from shardwise.vocabulary import codec
 from shardwise.vocabulary.ledger import Ledger, LedgerRow
 from shardwise.vocabulary.measured import CountedCollective, Measured
 from shardwise.vocabulary.memory import Category, Instant, MemoryBreakdown
@@ -18,6 +21,15 @@ def make_ledger(candidate: Candidate, measured: Measured) -> Ledger:
     """One row for each quantity that was predicted or measured."""
     rows = (*_memory(candidate, measured), *_time(candidate, measured), *_wire(candidate, measured))
     return Ledger(strategy_name=candidate.strategy.name, rows=rows, versions=dict(measured.versions))
+
+
+def ledger_json(ledger: Ledger) -> str:
+    """A ledger for a file. What no row has, such as a simulated figure where nothing was simulated, is left out."""
+    data: dict[str, Any] = codec.to_data(ledger)
+    if all(row.simulated is None for row in ledger.rows):
+        for row in data["rows"]:
+            row.pop("simulated", None)
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
 def _memory(candidate: Candidate, measured: Measured) -> Iterator[LedgerRow]:
@@ -35,8 +47,9 @@ def _memory(candidate: Candidate, measured: Measured) -> Iterator[LedgerRow]:
         rest = memory.allocated_bytes - sum(predicted[category] for category in _STATES)
         yield _bytes("all else", rest, found, "gradients, activations and temporaries at the peak")
     yield _bytes("allocated", memory.allocated_bytes, measured.allocated_bytes, measured.memory_note)
-    yield _bytes("reserved", memory.reserved_bytes, measured.reserved_bytes, "what torch's allocator holds")
-    yield _bytes("device", memory.device_bytes, measured.device_bytes, "what the driver counts")
+    if measured.allocated_bytes is None or measured.reserved_bytes is not None:  # a CPU has neither of the two
+        yield _bytes("reserved", memory.reserved_bytes, measured.reserved_bytes, "what torch's allocator holds")
+        yield _bytes("device", memory.device_bytes, measured.device_bytes, "what the driver counts")
 
 
 # The loss's own backward holds the logits' gradients, and the meter calls it backward.
@@ -82,6 +95,8 @@ def _time(candidate: Candidate, measured: Measured) -> Iterator[LedgerRow]:
         ("host", step.host_seconds, seen.host_seconds if seen else None, "the card waiting for its host"),
     )
     for name, predicted, found, note in parts:
+        if name == "host" and not predicted and not found:
+            continue  # nothing was predicted and nothing was: no row is exact about nothing
         yield LedgerRow(kind="time", name=name, unit="seconds", predicted=predicted, measured=found, note=note)
     yield LedgerRow(
         kind="time",

@@ -16,7 +16,7 @@ from shardwise.facts.hub import find_model
 from shardwise.planner.answer import make_plan
 from shardwise.planner.search import Wishes
 from shardwise.verify import opening
-from shardwise.verify.ledger import make_ledger
+from shardwise.verify.ledger import ledger_json, make_ledger
 from shardwise.verify.opening import CLUSTER_FILE, PLAN_FILE, RUN_FILE
 from shardwise.vocabulary import codec
 from shardwise.vocabulary.cluster import Cluster
@@ -215,5 +215,5 @@ def settle(folder: Path, candidate: Candidate) -> Ledger:
     if not path.is_file():
         raise UsageError(f"{folder} holds no {MEASURED_FILE}: the run has not come to its end, or was not measured")
     ledger = make_ledger(candidate, codec.read_noun(Measured, path))
-    (folder / LEDGER_FILE).write_text(codec.to_json(ledger), encoding="utf-8")
+    (folder / LEDGER_FILE).write_text(ledger_json(ledger), encoding="utf-8")
     return ledger
