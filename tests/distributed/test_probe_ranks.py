@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 
 from shardwise.errors import ResourceError
 from shardwise.probe import ProbeOptions, probe
+from shardwise.probe.budget import budget_for
 from shardwise.probe.compute import measure_attention, measure_copy, measure_disk, measure_matmul
 from shardwise.probe.control import Control
 from shardwise.probe.findings import WireRecord
@@ -60,7 +61,7 @@ def _rank(rank: int, checks: tuple[Check, ...], world_size: int, folder: str) ->
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
     try:
         for check in checks:
-            check(Control(60.0, 0.0, lambda _text: None))
+            check(Control(budget_for(quick=True, aim_seconds=60.0), 0.0, lambda _text: None))
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -235,9 +236,9 @@ def test_two_ranks_become_a_cluster_file(tmp_path: Path) -> None:
     out = tmp_path / "cluster.yaml"
     sizes = (8, 4096, MIB)
     options = ProbeOptions(quick=True, device="cpu", sizes=sizes, budget_seconds=6.0, out=out, progress=lines.append)
-    started = time.monotonic()
     report = probe(options)
-    assert time.monotonic() - started < 20.0
+    phases = report.findings.phases
+    assert phases["compute"] + phases["disk"] + phases["wire"] < 15.0  # a busy machine starts and ends ranks slowly
     cluster = report.cluster
     assert read_noun(Cluster, out) == cluster
     assert list(tmp_path.iterdir()) == [out]  # neither the disk's test file nor a partial one is left
@@ -284,7 +285,7 @@ def test_a_quick_probe_without_time_still_makes_a_sound_cluster() -> None:
     assert measurements.matmul_flops["fp32"]
     assert set(measurements.attention_flops) == {"forward", "backward"}
     assert measurements.copy_bytes_per_s
-    assert list(report.findings.phases) == ["start", "compute", "disk", "wire"]
+    assert list(report.findings.phases) == ["start", "compute", "disk", "wire", "end"]
 
 
 def test_two_machines_join_by_torchrun(tmp_path: Path) -> None:

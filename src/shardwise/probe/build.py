@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from shardwise.facts import catalog
 from shardwise.facts.machine.wires import bytes_per_s_of_one_link, nvlink_entry, pcie_entry
+from shardwise.probe.budget import NO_TIME
 from shardwise.probe.curves import fit_line, interpolate, left_out_error, median, predict_by_line
 from shardwise.probe.findings import Findings, Fit, ProbeReport, RateRecord, Scope, WireRecord
 from shardwise.vocabulary.cluster import (
@@ -23,6 +24,8 @@ from shardwise.vocabulary.cluster import (
 from shardwise.vocabulary.timeline import bus_factor
 from shardwise.vocabulary.units import KIB, MIB, format_bytes
 
+MOST_LISTED = 6
+"""Of what was left out, in the Cluster; the report has all of it."""
 SMALL_BYTES = 4 * KIB
 """Up to this size a message's time is latency."""
 FASTER_THAN_PCIE = 130e9
@@ -89,6 +92,12 @@ def _assumptions(findings: Findings) -> Iterable[str]:
     if not findings.wire:
         yield "No wire was measured (one rank); intra_node stands for memory copies inside one device."
     yield from _too_short(findings)
+    cut = [skipped.what for skipped in findings.skipped if NO_TIME in skipped.why]
+    if cut:
+        listed = ", ".join(cut[:MOST_LISTED]) + (
+            f" and {len(cut) - MOST_LISTED} more" if len(cut) > MOST_LISTED else ""
+        )
+        yield f"Not measured, or not at every size, for want of time: {listed}."
     busiest = max(findings.ranks, key=lambda rank: rank.load / rank.num_cpus)
     if busiest.load > BUSY * busiest.num_cpus:
         yield (

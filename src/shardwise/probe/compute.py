@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.probe.budget import NO_TIME
 from shardwise.probe.control import Control
 from shardwise.probe.curves import mean, median
 from shardwise.probe.findings import Contention, RateRecord, Skipped
@@ -51,18 +52,21 @@ def measure_matmul(
 ) -> tuple[list[RateRecord], list[Skipped]]:
     """FLOP/s of square products by dtype and size, within about `seconds`.
 
-    The first size of each dtype is measured in any case; others that would not fit into their share of the time (at
-    the rate of the size before) are left out.
+    The first size of each dtype is measured in any case (past the limit only that of the first dtype); others that
+    would not fit into their share of the time, at the rate of the size before, are left out.
     """
     records: list[RateRecord] = []
     skipped: list[Skipped] = []
     for dtype, sides in sizes.items():
+        if records and control.seconds_to_limit() <= 0:
+            skipped.append(Skipped(what=f"matmul {dtype}", why=NO_TIME))
+            continue
         until = control.slowest([control.seconds])[0] + seconds / len(sizes)
         rate = 0.0
         for i, n in enumerate(sides):
             left = until - control.slowest([control.seconds])[0]
             if rate and 4 * 2 * n**3 / rate > left:
-                skipped.append(Skipped(what=f"matmul {dtype} n={n}", why="did not fit into the time budget"))
+                skipped.append(Skipped(what=f"matmul {dtype} n={n}", why=NO_TIME))
                 continue
             try:
                 call = _matmul_call(n, dtype, device)
@@ -103,7 +107,7 @@ def measure_attention(
     for i, length in enumerate(lengths):
         left = seconds - (control.slowest([control.seconds])[0] - started)
         if i and 10 * per_length * length > left:  # at a fixed number of tokens the time grows with the length
-            skipped.append(Skipped(what=f"attention s={length}", why="did not fit into the time budget"))
+            skipped.append(Skipped(what=f"attention s={length}", why=NO_TIME))
             continue
         batch = max(1, tokens // length)
         shape = (batch, heads, length, head_dim)
@@ -173,7 +177,7 @@ def measure_contention(group: Group, dtype: str, control: Control, seconds: floa
         seconds: About how long the joint run may take.
     """
     cuda = group.device.type == "cuda"
-    n, num_bytes = (4096, 64 * MIB) if cuda else (512, MIB)
+    n, num_bytes = 4096 if cuda else 512, together_bytes(group.device)
     matmul = _matmul_call(n, dtype, group.device)
     exchange = make_exchange("all_reduce", num_bytes, group)
     exchange.fill()
@@ -193,6 +197,11 @@ def measure_contention(group: Group, dtype: str, control: Control, seconds: floa
         matmul_slowdown=max(1.0, matmul_slowdown),
         wire_slowdown=max(1.0, wire / alone_wire),
     )
+
+
+def together_bytes(device: torch.device) -> int:
+    """Size of the all_reduce that runs beside a matmul."""
+    return 64 * MIB if device.type == "cuda" else MIB
 
 
 def _mean_alone(call: Callable[[], Any], device: torch.device, control: Control, seconds: float) -> float:

@@ -14,22 +14,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.probe.budget import END_SECONDS, Budget
+
 
 class Control:
     """The ranks' common mind.
 
     Args:
-        budget_seconds: When to stop measuring, from the probe's start.
+        budget: When to stop measuring, from the probe's start.
         seconds_spent: What the start has cost already.
         say: Takes a line of progress; called on rank 0 only.
     """
 
-    def __init__(self, budget_seconds: float, seconds_spent: float, say: Callable[[str], None]) -> None:
+    def __init__(self, budget: Budget, seconds_spent: float, say: Callable[[str], None]) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._group: Any = dist.new_group(backend="gloo")
         self._started = time.monotonic() - seconds_spent
-        self._budget = budget_seconds
+        self._budget = budget
         self._say = say
 
     @property
@@ -54,8 +56,12 @@ class Control:
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def seconds_left(self, share: float = 1.0) -> float:
-        """Agreed: what is left of `share` of the budget on the rank that has least; never below 0."""
-        return max(0.0, self._budget * share - self.slowest([self.seconds])[0])
+        """Agreed: what is left of `share` of the aim on the rank that has least; never below 0."""
+        return max(0.0, self._budget.aim_seconds * share - self.slowest([self.seconds])[0])
+
+    def seconds_to_limit(self) -> float:
+        """Agreed: until the limit of the whole command, less its end; below 0 once it is over."""
+        return self._budget.limit_seconds - END_SECONDS - self.slowest([self.seconds])[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order."""

@@ -219,7 +219,8 @@ class Findings:
     seconds: float = 0.0
     """From the start of the probe to the end of the last measurement."""
     phases: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Where that time went: start (of the ranks, to their first barrier), compute, disk, wire."""
+    """Where that time went: start (of the ranks, to their first barrier), compute, disk, wire; and after it the end of
+    the ranks, where this command had started them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -26,8 +26,8 @@ from shardwise.vocabulary.codec import from_data, to_json, to_yaml
 
 SETTLE_SECONDS = 0.5
 """How long to wait for the other ranks' words after the first has failed."""
-GRACE_SECONDS = 120.0
-"""Over the budget, before a probe that does not end is ended."""
+GRACE_SECONDS = 100.0
+"""Over the limit, before a probe that does not end is ended."""
 
 
 def measure(options: ProbeOptions | None = None) -> Cluster:
@@ -177,13 +177,15 @@ def _run_local(task: ProbeTask, num_ranks: int, started_at: float, options: Prob
             if task.device == "cuda":
                 _write_used_memory(folder)
             with os.fdopen(read_end, "rb") as progress:
-                _wait(ranks, folder, progress, options, time.monotonic() + task.budget_seconds + GRACE_SECONDS)
+                _wait(ranks, folder, progress, options, time.monotonic() + task.budget.limit_seconds + GRACE_SECONDS)
         finally:
             for each in ranks:
                 if each.process.poll() is None:
                     each.process.kill()
                 each.process.wait()
-        return from_data(Findings, json.loads((folder / "findings.json").read_text()))
+        findings = from_data(Findings, json.loads((folder / "findings.json").read_text()))
+        end = max(0.0, time.time() - started_at - findings.seconds)
+        return replace(findings, phases={**findings.phases, "end": end})
 
 
 def _write_used_memory(folder: Path) -> None:
@@ -243,7 +245,7 @@ def _wait(ranks: list[_Rank], folder: Path, progress: IO[bytes], options: ProbeO
                 return
             if time.monotonic() > deadline:
                 raise ResourceError(
-                    f"The probe did not end within {GRACE_SECONDS:.0f} s after its time budget; a collective hangs. "
+                    f"The probe did not end within {GRACE_SECONDS:.0f} s after its time limit; a collective hangs. "
                     f"Find out why with: shardwise doctor --run\n{_tail(ranks[0].log)}"
                 )
 

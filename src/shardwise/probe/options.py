@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.errors import UsageError
+from shardwise.probe.budget import Budget, budget_for
 from shardwise.vocabulary.units import GIB, KIB, MIB
 
 Device = Literal["cuda", "cpu"]
 Part = Literal["compute", "disk", "wire"]
 PARTS: tuple[Part, ...] = ("compute", "disk", "wire")
 
-QUICK_SECONDS = 13.0
-"""A quick probe's aim, from its start to the end of the last measurement; what remains to 20 s is for what overruns and
-for the ranks' end."""
-FULL_SECONDS = 95.0
 NEEDED_SIZES = (4 * KIB, 256 * KIB, 4 * MIB, 16 * MIB)
 """Measured first, for the collectives that training by data lives on, even if the time is over: a table without large
 messages knows no bandwidth, and a plan made from it is worth nothing."""
@@ -100,7 +97,7 @@ class ProbeTask:
     sizes: tuple[int, ...]
     needed_sizes: tuple[int, ...] = ()
     """Those of `sizes` that are measured first, whatever they take."""
-    budget_seconds: float
+    budget: Budget
     checkpoint_dir: str
     parts: tuple[Part, ...] = PARTS
     matmul_sizes: Mapping[str, tuple[int, ...]]
@@ -138,14 +135,13 @@ def make_task(options: ProbeOptions, device: Device) -> ProbeTask:
     """Fill in what the user left open, for the kind of rank that will run it."""
     quick = options.quick
     folder = options.checkpoint_dir or (options.out.parent if options.out else Path.cwd())
-    default_budget = QUICK_SECONDS if quick else FULL_SECONDS
     usual = FULL_SIZES if not quick else QUICK_CUDA_SIZES if device == "cuda" else QUICK_SIZES
     return ProbeTask(
         device=device,
         quick=quick,
         sizes=tuple(sorted(set(options.sizes or usual))),
         needed_sizes=() if options.sizes else NEEDED_SIZES,
-        budget_seconds=options.budget_seconds or default_budget,
+        budget=budget_for(quick=quick, aim_seconds=options.budget_seconds),
         checkpoint_dir=str(folder.resolve()),
         parts=options.parts,
         matmul_sizes=_matmul_sizes(device, quick),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from shardwise.errors import ResourceError, ShardwiseError
 from shardwise.facts.machine import Machine, read_machine
 from shardwise.probe import compute, inventory, wire
+from shardwise.probe.budget import NO_TIME, SHARES, wire_seconds
 from shardwise.probe.control import Control
 from shardwise.probe.findings import Findings, Inventory, MemoryRecord, PairRecord, RankFacts, Skipped
 from shardwise.probe.groups import groupings
@@ -33,8 +35,9 @@ from shardwise.vocabulary.units import MIB
 
 HANG_SECONDS = 90.0
 """After this long without an answer a collective is given up."""
-WIRE_FLOOR_SECONDS = 4.0
-"""The wire gets this much even if starting the ranks has used up the budget; a Cluster without a wire is no use."""
+LEAST_MESSAGES_TOGETHER = 25
+"""Of an all_reduce alone and beside a matmul; on a slow wire they take longer than there is time for."""
+NEGLIGIBLE_SECONDS = 1.0
 READING_SECONDS = 10.0
 """How long the driver may take to describe its cards."""
 T = TypeVar("T")
@@ -68,7 +71,7 @@ def run_rank(task: ProbeTask, place: Place, join: Join, say: Callable[[str], Non
         timeout=timedelta(seconds=HANG_SECONDS),
     )
     try:
-        control = Control(task.budget_seconds, time.time() - join.started_at, say)
+        control = Control(task.budget, time.time() - join.started_at, say)
         weighed = context()  # before anything else is allocated
         findings = _measure_all(task, place, device, control)
         memory = _largest_memory([weighed, *findings.memory] if weighed else list(findings.memory), control)
@@ -82,7 +85,7 @@ def _measure_all(task: ProbeTask, place: Place, device: torch.device, control: C
     facts = control.gather(_facts(place, device))
     control.say(f"{control.world_size} ranks on {place.num_nodes} machine(s): {facts[0].device_name}")
     phases = {"start": control.seconds}
-    copy = compute.measure_copy(task.copy_bytes, device, control, 0.02 * control.seconds_left())
+    copy = compute.measure_copy(task.copy_bytes, device, control, SHARES["copy"] * control.seconds_left())
     findings = Findings(
         ranks=tuple(facts), copy_bytes_per_s=copy, versions=versions(device), switches=place.environment
     )
@@ -151,11 +154,11 @@ def versions(device: torch.device) -> dict[str, str]:
 def _measure_compute(
     task: ProbeTask, place: Place, device: torch.device, control: Control, findings: Findings
 ) -> Findings:
-    """Matmuls, attention, host copies and launches: about 40 % of the time that is left.
+    """Matmuls, attention, host copies and launches.
 
     Meanwhile one rank of each machine asks the driver what the cards and their links look like under load.
     """
-    seconds = 0.4 * control.seconds_left()
+    seconds = SHARES["compute"] * control.seconds_left()
     machine = in_background(read_machine) if device.type == "cuda" and place.local_rank == 0 else None
     rates, skipped = compute.measure_matmul(task.matmul_sizes, device, control, 0.55 * seconds)
     best: dict[str, float] = {}
@@ -167,7 +170,9 @@ def _measure_compute(
     if device.type != "cuda":
         why = "ranks on CPU have no copies between host and device and no kernel launches"
         return replace(findings, skipped=(*findings.skipped, Skipped(what="host copies, launch gap", why=why)))
-    up, down = compute.measure_host_copies(task.copy_bytes, device, control, 0.04 * control.seconds_left())
+    up, down = compute.measure_host_copies(
+        task.copy_bytes, device, control, SHARES["host_copies"] * control.seconds_left()
+    )
     return replace(
         findings,
         host_to_device_bytes_per_s=up,
@@ -198,7 +203,7 @@ def _inventories(machine: Machine | None, control: Control) -> tuple[Inventory, 
 
 def _measure_disk(task: ProbeTask, place: Place, control: Control, findings: Findings) -> Findings:
     """One rank writes; the others wait."""
-    seconds = 0.08 * control.seconds_left()
+    seconds = SHARES["disk"] * control.seconds_left()
     rate, why = None, ""
     if place.rank == 0:
         rate, why = compute.measure_disk(Path(task.checkpoint_dir), task.disk_bytes, seconds)
@@ -221,13 +226,17 @@ def _measure_wire(
         return replace(findings, skipped=(*findings.skipped, only))
     ways = groupings(place.world_size, place.local_world_size, task.quick)
     for done, way in enumerate(ways):
+        if done and control.seconds_to_limit() <= 0:
+            skipped = Skipped(what=f"the wire of {way.name} ({way.ranks} ranks)", why=NO_TIME)
+            findings = replace(findings, skipped=(*findings.skipped, skipped))
+            continue
         before = _outside_memory(device)
         group = wire.open_group(way, device)
         if device.type == "cuda":
             wire.make_exchange("all_reduce", MIB, group).call()
             memory = MemoryRecord(what=f"communicator of {way.name}", bytes=_outside_memory(device) - before)
             findings = replace(findings, memory=(*findings.memory, memory))
-        left = max(WIRE_FLOOR_SECONDS, control.seconds_left(0.9))
+        left = wire_seconds(control.seconds_left(SHARES["wire"]), control.seconds_to_limit())
         weight = 2 if done == 0 else 1
         share = left * weight / (len(ways) - done + weight - 1)
         sweep = wire.sweep_group(group, task.sizes, control, share, task.needed_sizes)
@@ -237,7 +246,7 @@ def _measure_wire(
         if done == 0:
             findings = _with_contention(group, control, findings)
             if not task.quick and place.world_size > 2:
-                findings = replace(findings, pairs=measure_pairs(group, control))
+                findings = _with_pairs(group, control, findings)
         dist.destroy_process_group(group.process_group)
     return findings
 
@@ -247,7 +256,12 @@ def _with_contention(group: wire.Group, control: Control, findings: Findings) ->
     if not matmuls:
         return findings
     best = max(matmuls, key=lambda record: record.rate)
-    contention = compute.measure_contention(group, best.dtype, control, 0.1 * control.seconds_left())
+    seconds = SHARES["together"] * control.seconds_left()
+    least = LEAST_MESSAGES_TOGETHER * _seconds_of(findings, compute.together_bytes(group.device))
+    if least > max(seconds, control.seconds_to_limit(), NEGLIGIBLE_SECONDS):
+        skipped = Skipped(what="a matmul and an all_reduce together", why=NO_TIME)
+        return replace(findings, skipped=(*findings.skipped, skipped))
+    contention = compute.measure_contention(group, best.dtype, control, seconds)
     control.say(
         f"together: a matmul takes {contention.matmul_slowdown:.2f} times as long, "
         f"an all_reduce {contention.wire_slowdown:.2f} times"
@@ -255,23 +269,46 @@ def _with_contention(group: wire.Group, control: Control, findings: Findings) ->
     return replace(findings, contention=contention)
 
 
-def measure_pairs(group: wire.Group, control: Control) -> tuple[PairRecord, ...]:
-    """One-way rate between every two ranks of the group, one pair at a time, over the group's own communicator."""
+def _seconds_of(findings: Findings, num_bytes: int) -> float:
+    """About what an all_reduce over all ranks takes; 0 where none was measured."""
+    records = [record for record in findings.wire if record.op == "all_reduce"]
+    if not records:
+        return 0.0
+    nearest = min(records, key=lambda record: abs(record.bytes - num_bytes))
+    return nearest.seconds * max(1.0, num_bytes / nearest.bytes)
+
+
+def _with_pairs(group: wire.Group, control: Control, findings: Findings) -> Findings:
+    wanted = group.size * (group.size - 1) // 2
+    pairs = measure_pairs(group, control, SHARES["pairs"] * control.seconds_to_limit())
+    findings = replace(findings, pairs=pairs)
+    if len(pairs) == wanted:
+        return findings
+    skipped = Skipped(what=f"{wanted - len(pairs)} of {wanted} pairs of ranks", why=NO_TIME)
+    return replace(findings, skipped=(*findings.skipped, skipped))
+
+
+def measure_pairs(group: wire.Group, control: Control, seconds: float) -> tuple[PairRecord, ...]:
+    """One-way rate between every two ranks of the group, one pair at a time, over the group's own communicator.
+
+    Stops after `seconds`; the pairs that are left have not been measured.
+    """
     num_bytes = 64 * MIB if group.device.type == "cuda" else MIB
     data = torch.ones(num_bytes // wire.ELEMENT_BYTES, device=group.device)
     records: list[PairRecord] = []
-    for sender in range(group.size):
-        for receiver in range(sender + 1, group.size):
-            control.barrier()
-            mine = 0.0
-            if group.index in (sender, receiver):
-                peer = group.members[receiver if group.index == sender else sender]
-                act = dist.isend if group.index == sender else dist.irecv
-                call = _one_way(act, data, peer, group)
-                wire.time_calls(call, 2, group.device)
-                mine = sum(wire.time_calls(call, 5, group.device)) / 5
-            seconds = control.slowest([mine])[0]
-            records.append(PairRecord(sender=sender, receiver=receiver, bytes=num_bytes, seconds=seconds))
+    until = control.slowest([control.seconds])[0] + seconds
+    for sender, receiver in itertools.combinations(range(group.size), 2):
+        if control.slowest([control.seconds])[0] >= until:
+            break
+        mine = 0.0
+        if group.index in (sender, receiver):
+            peer = group.members[receiver if group.index == sender else sender]
+            act = dist.isend if group.index == sender else dist.irecv
+            call = _one_way(act, data, peer, group)
+            wire.time_calls(call, 2, group.device)
+            mine = sum(wire.time_calls(call, 5, group.device)) / 5
+        spent = control.slowest([mine])[0]
+        records.append(PairRecord(sender=sender, receiver=receiver, bytes=num_bytes, seconds=spent))
     return tuple(records)
 
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import ResourceError
+from shardwise.probe.budget import NO_TIME
 from shardwise.probe.control import Control
 from shardwise.probe.curves import median, percentile
 from shardwise.probe.findings import Skipped, WireRecord
@@ -474,7 +475,7 @@ def sweep_op(
             continue  # rounded up to the same number of elements
         sample = measure_exchange(exchange, group, control, max(0.0, left) / (2 * (len(sizes) - i)))
         records[exchange.bytes] = _record(exchange, group, sample)
-    reasons = [_left_out(too_large, "do not fit into memory"), _left_out(too_long, "did not fit into the time budget")]
+    reasons = [_left_out(too_large, "do not fit into memory"), _left_out(too_long, NO_TIME)]
     return [records[size] for size in sorted(records)], "; ".join(filter(None, reasons))
 
 

@@ -60,8 +60,8 @@ def test_task_fills_in_what_was_left_open(tmp_path: Path) -> None:
     assert full.sizes == FULL_SIZES
     assert (FULL_SIZES[0], FULL_SIZES[-1]) == (8, 2**30)
     assert quick.checkpoint_dir == str(tmp_path.resolve())
-    assert quick.budget_seconds < 20
-    assert full.budget_seconds < 120
+    assert (quick.budget.aim_seconds, quick.budget.limit_seconds) == (13.0, 20.0)
+    assert (full.budget.aim_seconds, full.budget.limit_seconds) == (95.0, 120.0)
     assert make_task(ProbeOptions(sizes=(64, 8, 64)), "cpu").sizes == (8, 64)
     assert from_data(ProbeTask, to_data(full)) == full
     card = make_task(ProbeOptions(quick=True), "cuda")
