@@ -87,7 +87,7 @@ class PeerPlacement(Placement):
 
 def breakdown(place: PeerPlacement, stack: Stack, cluster: Cluster) -> MemoryBreakdown:
     """All terms of a case on its stack."""
-    terms = [*_states(place, stack), *offload.stores(place), *optimizer.stores(place), *adapters.stores(place)]
+    terms = [*_states(place, stack), *offload.stores(place), *_moments(place), *adapters.stores(place)]
     terms += [*_activations(place, stack), *_loss(place, stack)]
     if stack.clips_with_copy:
         local = place.trainable * place.master_bytes / place.strategy.dp_shard
@@ -113,9 +113,26 @@ def _with_leftovers(used: MemoryBreakdown, cluster: Cluster) -> MemoryBreakdown:
     )
 
 
+def _moments(place: PeerPlacement) -> Iterator[Term]:
+    """Other stacks leave embedding and head to the 8-bit optimizer, which our engine keeps out of it, and page all."""
+    if place.strategy.optimizer == "paged_adamw_8bit":
+        return
+    tables = sum(group.trainable for group in place.groups if group.site != "block")
+    for term in optimizer.stores(place):
+        if place.strategy.optimizer == "adamw_8bit" and term.category is Category.OPTIMIZER:
+            less = tables * (2 * optimizer.FLOAT_BYTES - 2 * optimizer.QUANTIZED_BYTES)
+            yield dataclasses.replace(term, bytes=round(term.bytes - less / place.strategy.dp_shard))
+        else:
+            yield term
+
+
 def _states(place: PeerPlacement, stack: Stack) -> tuple[Term, ...]:
     if stack.modules not in ("plain", "ddp"):
-        return tuple(_head_first(place, replicate.stores(place) + shard.stores(place)))
+        terms = list(_head_first(place, replicate.stores(place) + shard.stores(place)))
+        if place.strategy.offload == "optimizer":  # DeepSpeed keeps the shards in compute dtype on the card
+            size = place.element_bytes * place.trainable / place.strategy.dp_shard
+            terms.append(_term(Category.PARAMETER, "trainable weights", size, ALWAYS))
+        return tuple(terms)
     terms = list(fully_shard.weights(place))
     if stack.nf4 == "single" and place.quantized:
         extra = place.quantized * (NF4_BYTES - NF4_DOUBLE_BYTES)

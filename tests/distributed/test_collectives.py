@@ -11,6 +11,7 @@ from harness import Case, StepCost, cost_of_step, make_config
 from shardwise.axes.replicate import cost as replicate
 from shardwise.axes.shard import cost as shard
 from shardwise.facts.config import model_from_config
+from shardwise.levers.optimizer import cost as optimizer
 from shardwise.vocabulary.job import Job, LoraSettings
 from shardwise.vocabulary.placement import Placement
 from shardwise.vocabulary.strategy import Strategy
@@ -37,7 +38,7 @@ def predicted(case: Case) -> Counter[tuple[Any, int, int]]:
     )
     place = Placement(job=job, strategy=case.strategy)
     counts: Counter[tuple[Any, int, int]] = Counter()
-    for message in (*replicate.sends(place), *shard.sends(place)):
+    for message in (*replicate.sends(place), *shard.sends(place), *optimizer.sends(place)):
         counts[message.op, message.ranks, message.bytes] += message.count
     return counts
 
@@ -52,9 +53,10 @@ def counted(cost: StepCost) -> Counter[tuple[Any, int, int]]:
     [DDP, ZERO_1, ZERO_2, ZERO_3, HSDP, replace(HSDP, zero_stage=2), replace(HSDP, reduce_dtype="bf16"),
      replace(ZERO_2, reduce_dtype="bf16"),
      replace(ZERO_2, keep_unsharded=True), replace(ZERO_3, precision="fp32"), replace(DDP, tuning="lora"),
-     replace(ZERO_2, tuning="lora"), replace(ZERO_3, tuning="lora")],
+     replace(ZERO_2, tuning="lora"), replace(ZERO_3, tuning="lora"), replace(ZERO_2, optimizer="lamb"),
+     replace(ZERO_3, optimizer="lamb", tuning="lora"), replace(ZERO_3, offload="parameters")],
     ids=["ddp", "zero1", "zero2", "zero3", "hsdp3", "hsdp2", "hsdp-bf16wire", "bf16wire", "whole", "fp32", "lora-ddp",
-         "lora2", "lora3"],
+         "lora2", "lora3", "lamb2", "lora3-lamb", "offload3"],
 )  # fmt: skip
 def test_messages_are_those_of_sends(ranks: Pool, strategy: Strategy, *, tied: bool) -> None:
     case = Case(strategy=strategy, tied=tied, vocab_size=96)  # even, so that no shard is padded

@@ -75,22 +75,21 @@ def stores(place: Placement) -> tuple[Term, ...]:
 
 
 def weights(place: Placement) -> tuple[Term, ...]:
-    """Master copies of what is trained (in compute dtype where masters wait on the host), and frozen weights."""
-    shards, offload = place.strategy.dp_shard, place.strategy.offload
-    if offload == "parameters":
-        return ()
-    each = place.master_bytes if offload == "none" else place.element_bytes
-    terms = [
-        Term(
-            category=Category.PARAMETER,
-            name="trainable weights",
-            bytes=-(-place.trainable * each // shards),
-            alive=ALWAYS,
-            formula=f"{each} B x {place.trainable:,} / {shards}",
-            source=SOURCE,
+    """Master copies of what is trained, and frozen weights; on the host what is managed and offloaded."""
+    shards, offloads = place.strategy.dp_shard, place.strategy.offload != "none"
+    terms: list[Term] = []
+    if not offloads:
+        terms.append(
+            Term(
+                category=Category.PARAMETER,
+                name="trainable weights",
+                bytes=-(-place.trainable * place.master_bytes // shards),
+                alive=ALWAYS,
+                formula=f"{place.master_bytes} B x {place.trainable:,} / {shards}",
+                source=SOURCE,
+            )
         )
-    ]
-    if place.frozen:
+    if place.frozen and not (offloads and place.shards_frozen):
         divisor = shards if place.shards_frozen else 1
         terms.append(
             Term(

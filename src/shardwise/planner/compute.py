@@ -22,7 +22,7 @@ from shardwise.levers.checkpointing.cost import attention_flops_per_token, recom
 from shardwise.levers.loss.cost import chunk_tokens
 from shardwise.levers.offload.cost import update_seconds
 from shardwise.levers.optimizer.cost import step_traffic_bytes
-from shardwise.levers.precision.cost import COMPUTE_DTYPE
+from shardwise.levers.precision.cost import COMPUTE_DTYPE, quantizes
 from shardwise.vocabulary.cluster import Cluster, RatePoint
 from shardwise.vocabulary.placement import Placement, adapted
 
@@ -99,7 +99,7 @@ class BlockTimes:
 def block_times(place: Placement, cluster: Cluster) -> BlockTimes:
     """Times of one block of this rank's part of the model, for one micro-batch."""
     rates = Rates.of(cluster, COMPUTE_DTYPE[place.strategy.precision])
-    matrices, attention = _matrix_seconds(place, rates), _attention_seconds(place, rates)
+    matrices, attention = _matrix_seconds(place, cluster, rates), _attention_seconds(place, rates)
     traffic = _traffic_bytes(place) / rates.traffic
     weight_gradients = 1.0 if place.trains_all else _adapter_share(place)
     backward = matrices * (1 + weight_gradients) + _attention_backward(place, rates, attention) + 2 * traffic
@@ -234,13 +234,15 @@ def interpolate(points: Sequence[RatePoint], size: float) -> float:
     return points[-1].rate
 
 
-def _matrix_seconds(place: Placement, rates: Rates) -> float:
+def _matrix_seconds(place: Placement, cluster: Cluster, rates: Rates) -> float:
     """Forward of one block's matrices, adapters included."""
     tp, seconds = place.strategy.tp, 0.0
+    quantized = place.strategy.precision == "fp8"
     for linear in place.model.linears:
         rows = place.typical_tokens * linear.active_copies
         per_copy = max(1, rows // max(1, linear.copies)) if linear.copies > 1 else rows
-        rate = rates.matmul(per_copy, linear.in_features, linear.out_features)
+        own = rates if not quantized or quantizes(linear) else Rates.of(cluster, "bf16")
+        rate = own.matmul(per_copy, linear.in_features, linear.out_features)
         seconds += 2 * rows * linear.matrix_parameters / tp / rate
     if not place.trains_all:
         for linear in adapted(place.model, place.job.lora):
@@ -263,8 +265,10 @@ def _matrix_seconds(place: Placement, rates: Rates) -> float:
 
 def _quantized_elements(place: Placement) -> float:
     """Elements that the fp8 products of one block's forward quantize: inputs and weights (backward: gradients)."""
-    inputs = sum(linear.active_copies * linear.in_features for linear in place.model.linears)
-    return (place.typical_tokens * inputs + place.model.block_parameters) / place.strategy.tp
+    reached = [linear for linear in place.model.linears if quantizes(linear)]
+    inputs = sum(linear.in_features for linear in reached)
+    weights = sum(linear.matrix_parameters for linear in reached)
+    return (place.typical_tokens * inputs + weights) / place.strategy.tp
 
 
 def _adapter_share(place: Placement) -> float:

@@ -18,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from shardwise.axes import fully_shard
 from shardwise.axes.pipeline import cost as pipeline
 from shardwise.axes.replicate import cost as replicate
 from shardwise.axes.shard import cost as shard
 from shardwise.axes.tensor import cost as tensor
 from shardwise.levers.loss import cost as loss
 from shardwise.levers.offload import cost as offload
+from shardwise.levers.optimizer import cost as optimizer
 from shardwise.planner.compute import BlockTimes, ComputeTimes, GradientTimes, compute_times
 from shardwise.planner.wire import group_shape, shaped_seconds
 from shardwise.vocabulary.cluster import Cluster, LinkKind
@@ -45,7 +47,7 @@ _AXES = tuple(Axis)
 def sends(place: Placement) -> tuple[Collective, ...]:
     """Everything that one rank sends in a step."""
     axes = shard.sends(place) + replicate.sends(place) + tensor.sends(place) + pipeline.sends(place)
-    return axes + loss.sends(place)
+    return axes + optimizer.sends(place) + loss.sends(place)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +171,14 @@ class _Simulation:
                     continue
                 into = found.replicate if message.axis is Axis.DP_REPLICATE else found.reduce
             into[message.site] = into.get(message.site, 0.0) + seconds
+        strategy = self.place.strategy
         for copy in self.copies:
-            found.gather_forward[copy.site] = found.gather_forward.get(copy.site, 0.0) + copy.up
-            if copy.site != "root":
+            if first or not offload.stays(self.place):
+                found.gather_forward[copy.site] = found.gather_forward.get(copy.site, 0.0) + copy.up
+            if copy.site != "root" and strategy.offload == "parameters":
                 found.gather_backward[copy.site] = found.gather_backward.get(copy.site, 0.0) + copy.up
-            found.reduce[copy.site] = found.reduce.get(copy.site, 0.0) + copy.down
+            if last or not fully_shard.whole_gradients(self.place):
+                found.reduce[copy.site] = found.reduce.get(copy.site, 0.0) + copy.down
         return found
 
     def run(self, cluster: Cluster) -> StepTimeline:
@@ -192,6 +197,10 @@ class _Simulation:
                 repeated_wire = (inner - 1) * (self.clock.wire - before[2])
         drained = max(self.clock.compute, self.clock.shard, self.clock.replicate)
         self._wait_until(drained)
+        for message, seconds in self.prices:
+            if message.during == "optimizer":
+                waited = self.clock.compute + seconds * message.count
+                self._wait_until(waited, lane=message.axis.value, name=message.name)
         self._compute("optimizer", self.times.optimizer, kind="optimizer")
         return self._summary(cluster, repeated, repeated_waited, repeated_wire)
 
@@ -331,12 +340,16 @@ def estimate_seconds(parts: Parts) -> float:
             continue
         into = forward if message.during == "forward" else backward
         into.add(message.axis, seconds / (steps if message.every == "micro_batch" else 1), message.every)
+    up: Every = "step" if offload.stays(place) else "micro_batch"
+    down: Every = "step" if fully_shard.whole_gradients(place) else "micro_batch"
     for copy in parts.copies:
         if copy.site != "block":
-            waits += (copy.up + copy.down) * steps
+            waits += copy.up * (1 if up == "step" else steps) + copy.down * (1 if down == "step" else steps)
             continue
-        forward.add(Axis.DP_SHARD, copy.up * blocks, "micro_batch")
-        backward.add(Axis.DP_SHARD, (copy.up + copy.down) * blocks, "micro_batch")
+        forward.add(Axis.DP_SHARD, copy.up * blocks, up)
+        backward.add(Axis.DP_SHARD, copy.down * blocks, down)
+        if place.strategy.offload == "parameters":
+            backward.add(Axis.DP_SHARD, copy.up * blocks, "micro_batch")
     copied = times.gather_copy if place.strategy.zero_stage != 1 else 0.0
     step = forward.beside((times.block_forward + copied) * blocks, steps)
     step += backward.beside((times.block_backward + copied) * blocks, steps)

@@ -231,18 +231,28 @@ class Placement:
     def micro_batches_in_flight(self) -> float:
         """Micro-batches whose activations this stage holds at once (1 without a pipeline).
 
-        1F1B and zero bubble (its memory-neutral form) warm up with one for each later stage. Interleaved chunks are
-        1/v of a stage each; 2 (p - 1 - stage) + (v - 1) p + 1 of them are in flight (arXiv:2104.04473).
+        1F1B warms up with one for each later stage. Interleaved chunks are 1/v of a stage each;
+        2 (p - 1 - stage) + (v - 1) p + 1 of them are in flight (arXiv:2104.04473). Zero bubble warms up with half as
+        many and keeps them for the gradients of weights, which come late: p micro-batches on every stage. As torch's
+        schedules have it; `tests/distributed/test_pipeline.py` counts.
         """
         strategy = self.strategy
         if strategy.pp == 1:
             return 1
         if strategy.pipeline_schedule == "gpipe":
             return strategy.accumulation
-        if strategy.pipeline_schedule == "interleaved_1f1b" and strategy.virtual_stages > 1:
+        if strategy.pipeline_schedule == "zero_bubble":
+            return min(strategy.accumulation, strategy.pp)
+        if strategy.pipeline_schedule == "interleaved_1f1b":
             chunks = 2 * (strategy.pp - 1 - self.stage) + (strategy.virtual_stages - 1) * strategy.pp + 1
             return min(strategy.accumulation, chunks / strategy.virtual_stages)
         return min(strategy.accumulation, strategy.pp - self.stage)
+
+    @property
+    def losses_in_flight(self) -> int:
+        """Micro-batches whose loss waits for its backward at once: all under GPipe, otherwise one."""
+        strategy = self.strategy
+        return strategy.accumulation if strategy.pp > 1 and strategy.pipeline_schedule == "gpipe" else 1
 
 
 def blocks_of_chunk(num_layers: int, num_chunks: int, chunk: int) -> range:
@@ -266,9 +276,10 @@ def adapted(model: ModelShape, lora: LoraSettings) -> tuple[LinearShape, ...]:
 
 
 def adapter_parameters(linear: LinearShape, lora: LoraSettings, tp: int = 1) -> int:
-    """Elements of A [r, in] and B [out, r]; the side that the base matrix splits is split."""
+    """Elements of A [r, in] and B [out, r], and DoRA's lengths [out]; the side that the base matrix splits is split."""
     down, up = lora.r * linear.in_features, lora.r * linear.out_features
-    return -(-down // tp) + up if splits_input(linear) else down + -(-up // tp)
+    lengths = linear.out_features if lora.use_dora else 0
+    return -(-down // tp) + up + lengths if splits_input(linear) else down + -(-(up + lengths) // tp)
 
 
 def splits_input(linear: LinearShape) -> bool:

@@ -35,18 +35,30 @@ def legal(job: Job, cluster: Cluster, strategy: Strategy) -> tuple[Refusal, ...]
     return tuple(refusals)
 
 
+_COMPUTING = (Instant.FORWARD, Instant.BACKWARD_FIRST, Instant.BACKWARD_LAST, Instant.EVALUATION)
+
+
 def stores(place: Placement) -> tuple[Term, ...]:
-    """One frozen matrix in compute dtype: 4-bit weights are unpacked for each product and dropped after it."""
-    if place.strategy.tuning != "qlora":
-        return ()
-    largest = max(linear.matrix_parameters for linear in place.model.linears)
-    return (
-        Term(
-            category=Category.TEMPORARY,
-            name="unpacked matrix",
-            bytes=place.element_bytes * largest // place.strategy.tp,
-            alive=(Instant.FORWARD, Instant.BACKWARD_FIRST, Instant.BACKWARD_LAST, Instant.EVALUATION),
-            formula=f"{place.element_bytes} B x {largest:,}",
-            source="bitsandbytes MatMul4Bit: dequantized for each product",
-        ),
+    """4-bit weights are unpacked for each product and dropped after it; DoRA makes the whole adapted matrix as well."""
+    terms: list[Term] = []
+    if place.strategy.tuning == "qlora":
+        largest = max(linear.matrix_parameters for linear in place.model.linears)
+        size = place.element_bytes * largest // place.strategy.tp
+        said = "bitsandbytes MatMul4Bit: dequantized for each product"
+        terms.append(_term("unpacked matrix", size, f"{place.element_bytes} B x {largest:,}", said))
+    if not place.trains_all and place.job.lora.use_dora:
+        sizes = [
+            linear.in_features**2 + 3 * linear.matrix_parameters for linear in adapted(place.model, place.job.lora)
+        ]
+        size = place.element_bytes * max(sizes, default=0) // place.strategy.tp
+        said = (
+            "peft.tuners.lora.dora: B A by way of a unit matrix, scaled, and added to the frozen weight for its lengths"
+        )
+        terms.append(_term("adapted matrix", size, f"{place.element_bytes} B x (in x in + 3 x out x in)", said))
+    return tuple(terms)
+
+
+def _term(name: str, num_bytes: int, formula: str, source: str) -> Term:
+    return Term(
+        category=Category.TEMPORARY, name=name, bytes=num_bytes, alive=_COMPUTING, formula=formula, source=source
     )

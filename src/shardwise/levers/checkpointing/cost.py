@@ -12,6 +12,8 @@ f feed-forward, ad and gd widths of query and key/value heads, a query heads:
 A compiled block keeps the inputs of its matrices and recomputes the elementwise rest: the norm's input and result
 (E 2h), q, k, v, output, gate, up, product (E 3 f).
 
+DoRA multiplies the result of each adapted matrix and that of its adapter by a factor that trains, and keeps both.
+
 A frozen matrix needs no input for its backward, so under LoRA the normalized value, the result of a norm and the
 product fall away; the last two stay where an adapter reads them. Dropout gives every adapter its own copy of its input,
 and a mask of one byte.
@@ -33,6 +35,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.levers.precision.cost import quantizes as reaches
 from shardwise.vocabulary.memory import Category, Instant, Term, span
 from shardwise.vocabulary.model import ModelShape
 from shardwise.vocabulary.placement import Placement, adapted, splits_input
@@ -60,7 +63,8 @@ def stores(place: Placement) -> tuple[Term, ...]:
         _activation("passing values", passing, _COMPUTING, "gradients and results inside one block"),
     ]
     if quantizes(place) and place.strategy.checkpointing == "none":
-        weights = blocks * sum(linear.num_parameters for linear in place.model.linears) // place.strategy.tp
+        reached = sum(linear.matrix_parameters for linear in place.model.linears if reaches(linear))
+        weights = blocks * reached // place.strategy.tp
         terms.append(_activation("quantized weights", weights, _SAVED, "1 B an element, kept for backward"))
     if inside:
         terms.append(_activation("recomputed block", inside, _RECOMPUTED, f"{place.tokens:,} tokens of one block"))
@@ -216,6 +220,8 @@ def _adapters(place: Placement) -> float:
     lora, element, tp = place.job.lora, place.element_bytes, place.strategy.tp
     targets = adapted(place.model, lora)
     narrow = sum(element * lora.r for _ in targets)
+    if lora.use_dora:
+        narrow += sum(2 * element * linear.out_features / (1 if splits_input(linear) else tp) for linear in targets)
     if lora.dropout > 0:
         return narrow + sum((element + 1) * linear.in_features for linear in targets)
     read = {linear.name: linear.in_features for linear in targets}
