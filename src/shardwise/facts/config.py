@@ -14,6 +14,7 @@ Source: transformers, `models/<model_type>/configuration_*.py` and `modeling_*.p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -26,6 +27,7 @@ HeadDim = int | Literal["hidden_size / num_attention_heads"]
 Windows = Literal["none", "all", "above_max_window_layers", "alternate", "pattern"]
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """The keys without which a model has no shape."""
+QUANTIZATION = "quantization_config"
 LIMITS: Mapping[str, int] = {
     "hidden_size": 2**18,
     "intermediate_size": 2**20,
@@ -170,7 +172,8 @@ def model_from_config(data: object, name: str) -> ModelShape:
     text = config.get("text_config")
     if model_type == "gemma3" and isinstance(text, dict):
         # The decoder of a model that also sees: what is fine-tuned on text. The vision tower is not counted.
-        config = {"model_type": "gemma3_text", **cast("dict[str, Any]", text)}
+        packed = {key: config[key] for key in (QUANTIZATION,) if key in config}
+        config = {"model_type": "gemma3_text", **packed, **cast("dict[str, Any]", text)}
         model_type = config["model_type"]
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
@@ -214,6 +217,7 @@ class _Reader:
         max_positions = self.integer("max_position_embeddings")
         tied = self.flag("tie_word_embeddings", bool(self.family.defaults["tie_word_embeddings"]))
         act = self.activation()
+        stored_as = self.stored_as()
         if heads and kv_heads and heads % kv_heads:
             self.problems.append(
                 f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
@@ -237,6 +241,7 @@ class _Reader:
             max_position_embeddings=max_positions,
             num_experts=experts,
             num_experts_per_tok=active,
+            stored_as=stored_as,
             **sizes,
         )
 
@@ -303,6 +308,26 @@ class _Reader:
         tanh = value == "gelu" and self.config.get("model_type") == "gemma"
         return "gelu_pytorch_tanh" if tanh else value
 
+    def stored_as(self) -> str:
+        """How the files pack the weights, in a few words; empty if they do not."""
+        packing: object = self.config.get(QUANTIZATION)
+        if packing is None:
+            return ""
+        if not isinstance(packing, dict):
+            self.problems.append(f"{QUANTIZATION!r} must be an object of keys, not {_shown(packing)}")
+            return ""
+        keys = cast("dict[str, object]", packing)
+        method = keys.get("quant_method")
+        name = method if isinstance(method, str) and _WORD.fullmatch(method) else "an unnamed packing"
+        bits = keys.get("bits", keys.get("w_bit"))
+        if keys.get("load_in_4bit") is True or keys.get("_load_in_4bit") is True:
+            bits, kind = 4, keys.get("bnb_4bit_quant_type")
+            name += f" {kind}" if isinstance(kind, str) and _WORD.fullmatch(kind) else ""
+        elif keys.get("load_in_8bit") is True or keys.get("_load_in_8bit") is True:
+            bits = 8
+        whole = isinstance(bits, int) and not isinstance(bits, bool) and 1 <= bits <= 16
+        return f"{name}, {bits} bits" if whole else name
+
     def experts(self) -> tuple[int, int]:
         """Experts a block, and how many of them a token passes; (0, 0) for a dense family."""
         keys = self.family.expert_count_keys
@@ -363,6 +388,9 @@ class _Reader:
                 + (f", not {_shown(wrong[0])}" if wrong else f"; it names {len(kinds)}")
             )
         return sum(kind == "sliding_attention" for kind in kinds)
+
+
+_WORD = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 
 
 def _resolve(rule: bool | str, flags: Mapping[str, bool]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from shardwise import __version__
+from shardwise.facts.config import QUANTIZATION
 from shardwise.planner import rules
 from shardwise.planner.advice import advise
 from shardwise.planner.compute import MATMUL_SHARE
@@ -52,7 +53,7 @@ def make_plan(job: Job, cluster: Cluster, wishes: Wishes | None = None) -> Plan:
         refusals=refusals + rules.refusals_of(ordered, cluster),
         advice=advise(job, cluster, wishes, best, ordered),
         headline=headlines(job, cluster, best),
-        facts=facts(cluster),
+        facts=facts(cluster) + packing(job),
         version=__version__,
     )
 
@@ -60,6 +61,18 @@ def make_plan(job: Job, cluster: Cluster, wishes: Wishes | None = None) -> Plan:
 def _with_spans(job: Job, cluster: Cluster, candidate: Candidate) -> Candidate:
     """The same candidate with its lanes kept."""
     return price(job, cluster, candidate.strategy, candidate.memory, spans=True)
+
+
+def packing(job: Job) -> tuple[Fact, ...]:
+    """What is assumed of a model whose files hold packed weights."""
+    if not job.model.stored_as:
+        return ()
+    tunings = "4-bit NF4 under QLoRA, 2 bytes an element otherwise"
+    value = (
+        f"stored as {job.model.stored_as}; planned as the unpacked model ({tunings}), which is what is trained: "
+        "fine-tune from the repository with bf16 weights"
+    )
+    return (Fact(name=f"{job.model.name} weights", value=value, source=f"config.json, {QUANTIZATION}"),)
 
 
 def facts(cluster: Cluster) -> tuple[Fact, ...]:

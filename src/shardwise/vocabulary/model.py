@@ -78,6 +78,9 @@ class ModelShape:
     num_experts_per_tok: int = 0
     dense_layers: int = 0
     """Leading blocks without experts in a mixture."""
+    stored_as: str = ""
+    """How the files pack the weights (config.json's quantization_config), such as `gptq, 4 bits`; empty if not at all.
+    Counts are of elements, packed or not."""
 
     @property
     def is_mixture(self) -> bool:

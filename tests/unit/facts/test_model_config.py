@@ -130,3 +130,30 @@ def test_other_families_are_named(model_type: object) -> None:
 @pytest.mark.parametrize("data", [None, [], "llama", 3])
 def test_not_an_object(data: object) -> None:
     assert "must hold an object of keys" in problems(data)
+
+
+PACKED = [
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq, 4 bits"),
+    ({"quant_method": "awq", "w_bit": 4}, "awq, 4 bits"),
+    ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, "fp8"),
+    ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "mxfp4"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes nf4, 4 bits"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes, 8 bits"),
+    ({"quant_method": "<b>" * 40, "bits": True}, "an unnamed packing"),
+    ({}, "an unnamed packing"),
+]
+
+
+@pytest.mark.parametrize(("packing", "said"), PACKED)
+def test_packed_weights_are_told(packing: dict[str, Any], said: str) -> None:
+    """Counts are those of the unpacked model, whatever the files hold."""
+    plain = model_from_config(LLAMA, "packed")
+    shape = model_from_config({**LLAMA, "quantization_config": packing}, "packed")
+    assert shape.stored_as == said
+    assert shape.num_parameters == plain.num_parameters
+    assert plain.stored_as == ""
+
+
+def test_packing_must_be_an_object() -> None:
+    with pytest.raises(ConfigError, match="'quantization_config' must be an object of keys, not 'gptq'"):
+        model_from_config({**LLAMA, "quantization_config": "gptq"}, "packed")
