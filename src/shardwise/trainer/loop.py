@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.trainer.checkpoint import AppState, Checkpointer
+from shardwise.trainer.checkpoint import AppState, Checkpointer, SaveReport
 from shardwise.trainer.evaluate import held_out_loss
 from shardwise.trainer.feeder import DataSource, Feeder
 from shardwise.trainer.meter import Meter, StepClock, StepTokens
@@ -117,6 +117,8 @@ class Loop:
                     if self._stop:
                         break
                 self._settle()
+            if (account := parts.train.plan.account()) is not None:
+                parts.progress.say(account)
         finally:
             feeder.close()
             parts.watch.close()
@@ -154,6 +156,8 @@ class Loop:
         if is_first:
             gc.collect()
             gc.freeze()  # model and optimizer are here to stay: the collector need not look at them again
+            if parts.run.save_strategy != "no":
+                parts.checkpointer.prepare(parts.app_state)  # pins host memory now, so that the first save need not
         self._at_boundary(step + 1)
 
     def _settle(self) -> None:
@@ -214,7 +218,7 @@ class Loop:
         evaluates = parts.held_out is not None and (is_last or self._is_due(parts.run.eval_strategy, done, "eval"))
         saves = self._is_due(parts.run.save_strategy, done, "save")
         if not (evaluates or saves or self._stop or self._save or is_last):
-            parts.checkpointer.poll()
+            self._tell(parts.checkpointer.poll())
             return
         self._settle()
         if evaluates:
@@ -259,8 +263,13 @@ class Loop:
         parts.hang.at(f"save of checkpoint-{done}", patient=True)
         extra: dict[str, Any] = {"trainer_state": trainer_state} if parts.stepper.mesh.is_first else {}
         with parts.progress.pause():
-            parts.checkpointer.save(parts.app_state, done, blocking=bool(self._stop), **extra)
+            self._tell(parts.checkpointer.wait())
+            self._tell(parts.checkpointer.save(parts.app_state, done, blocking=bool(self._stop), **extra))
         parts.progress.say(f"step {done}/{parts.train.plan.num_steps} | checkpoint-{done}")
+
+    def _tell(self, report: SaveReport | None) -> None:
+        for note in report.notes if report is not None else ():
+            self._parts.progress.say(note)
 
 
 def _hand_over(step: int, outcome: StepOutcome, clock: StepClock, num_padded: int) -> _Pending:

@@ -30,7 +30,7 @@ from shardwise.errors import CheckpointError, ResourceError, ShardwiseError
 from shardwise.trainer.checkpoint import folder as folders
 from shardwise.trainer.checkpoint.manifest import Manifest
 from shardwise.trainer.checkpoint.ranks import Ranks
-from shardwise.trainer.checkpoint.staging import Source, Stager, tensors_of
+from shardwise.trainer.checkpoint.staging import Source, StagedItems, Stager, tensors_of
 from shardwise.trainer.checkpoint.state import (
     AppState,
     FlatState,
@@ -85,7 +85,7 @@ class SaveReport:
     total_s: float
     """From the call until it was durable, in seconds."""
     notes: tuple[str, ...] = ()
-    """Older folders that should have been removed but stay, and why; on rank 0."""
+    """What the user should know: older folders that stay, and why; a save that could not go on in the background."""
 
 
 @dataclass
@@ -153,7 +153,8 @@ class Checkpointer:
             extra_files: Further small files by plain name, such as config.json. From rank 0.
 
         Returns:
-            The report of a blocking save, None otherwise; `poll` and `wait` give it later.
+            The report of a blocking save, None otherwise; `poll` and `wait` give it later. Where the host has no memory
+            for copies the training waits all the same, and the report says so.
 
         Raises:
             ResourceError: The disk has no room, by needed and free bytes; or it filled up while writing.
@@ -177,9 +178,12 @@ class Checkpointer:
         if blocking:
             self._write(job, writer, planner, planned)
             return self._collect(job)
-        if self._allotting is not None:
-            self._allotting.join()
-        source = self._ranks.agree(lambda: self._stager.stage(planned.plan, planner))
+        self.wait_until_prepared()
+        source: ItemSource = planner
+        try:
+            source = self._ranks.agree(lambda: self._stager.stage(planned.plan, planner))
+        except ResourceError as error:  # no host memory for copies: slower, but saved
+            job.notes.append(f"checkpoint-{step} was written while the training waited. {error.problems[0]}")
         self._stager.guard(state.optimizers)
         job.blocked_s = time.perf_counter() - started
         self._job = job
@@ -187,6 +191,8 @@ class Checkpointer:
             target=self._write, args=(job, writer, source, planned), name="shardwise-save", daemon=True
         )
         self._thread.start()
+        if source is planner:
+            self._thread.join()
         return None
 
     def poll(self) -> SaveReport | None:
@@ -270,6 +276,11 @@ class Checkpointer:
         self._allotting = threading.Thread(target=self._allot, args=(sources,), name="shardwise-pin", daemon=True)
         self._allotting.start()
 
+    def wait_until_prepared(self) -> None:
+        """Wait until `prepare` has found the memory; a save in the background does so by itself."""
+        if self._allotting is not None:
+            self._allotting.join()
+
     def _allot(self, sources: list[Source]) -> None:
         try:
             self._stager.allot(sources)
@@ -344,7 +355,7 @@ class Checkpointer:
             job.error.__cause__ = error
         else:
             total = time.perf_counter() - job.started
-            blocked = job.blocked_s or total
+            blocked = job.blocked_s if isinstance(source, StagedItems) else total
             job.report = SaveReport(
                 path=path, step=job.step, num_bytes=num_bytes, blocked_s=blocked, total_s=total, notes=notes
             )

@@ -167,7 +167,7 @@ def check_memory(num_bytes: int) -> None:
     if num_bytes * ranks > free * _SHARE_OF_FREE_MEMORY:
         raise ResourceError(
             f"Saving in the background needs {format_bytes(num_bytes * ranks)} of host memory for {ranks} ranks, "
-            f"{format_bytes(free)} are free. Save in the foreground (blocking), or on more machines."
+            f"{format_bytes(free)} are free. Give the machine more, or use more machines."
         )
 
 

@@ -14,6 +14,7 @@ would come back as something else.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import platform
@@ -168,8 +169,9 @@ def base_identity(model: nn.Module, num_frozen: int | None = None) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]} frozen:{count}"
 
 
-def versions() -> dict[str, str]:
-    """Python and the packages that decide what the numbers are."""
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """Python and the packages that decide what the numbers are; read once, since a save waits for it."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -189,7 +191,7 @@ def describe(state: AppState, world_size: int) -> dict[str, Any]:
         "seed": state.seed,
         "trainable_only": state.trainable_only,
         "base_model": base_identity(state.model, state.num_frozen) if state.trainable_only else None,
-        "versions": versions(),
+        "versions": dict(versions()),
     }
 
 
