@@ -320,6 +320,11 @@ def cluster_from(options: Options) -> Cluster:
         )
     from shardwise.facts.catalog import parse_gpus
 
+    if "cpu" in options.gpus.casefold().replace("x", " ").split()[-1:]:
+        raise UsageError(
+            f"--gpus {options.gpus} names no card. To plan for this machine's processors, measure them (shardwise "
+            "probe --out cluster.yaml) and say --cluster cluster.yaml; cards elsewhere go by name, such as h100"
+        )
     return parse_gpus(options.gpus, options.nodes, options.network, options.link)
 
 

@@ -125,6 +125,12 @@ _DECIDED = (
     "fp8", "reduce_dtype", "torch_compile", "loss", "offload", "use_dora", "use_rslora",
 )  # fmt: skip
 """Keys that a plan rests on."""
+_PLAN_FLAGS = {
+    "max_length": "--seq", "per_device_train_batch_size": "--micro-batch",
+    "gradient_accumulation_steps": "--accumulation", "global_batch_size": "--global-batch", "tuning": "--tuning", "lora_r": "--lora-r", "zero_stage": "--zero",
+    "loss": "--loss", "offload": "--offload", "reduce_dtype": "--reduce-dtype",
+}  # fmt: skip
+"""Flags of `shardwise plan` that say the same in the same words."""
 
 
 def _refuse_changes(before: Mapping[str, Any], after: Mapping[str, Any], where: str) -> None:
@@ -136,8 +142,12 @@ def _refuse_changes(before: Mapping[str, Any], after: Mapping[str, Any], where: 
         old, new = before.get(key), after[key]
         return spelled(old) != spelled(new) if key == "gradient_checkpointing" else old != new
 
+    def again(key: str) -> str:
+        return f" with {_PLAN_FLAGS[key]} {after[key]}" if key in _PLAN_FLAGS else ""
+
     changed = [
-        f"{where} rests on {key} = {before.get(key)}, and {after[key]} is asked for; plan again, or leave it out"
+        f"{where} rests on {key} = {before.get(key)}, and {after[key]} is asked for; plan again{again(key)}, or leave "
+        "it out"
         for key in _DECIDED
         if key in after and differ(key)
     ]

@@ -151,7 +151,7 @@ def _price(change: Change, taken: Candidate) -> str:
     if strategy.tuning != "full":
         place = Placement(job=job, strategy=replace(strategy, tp=1, pp=1))
         share = place.trainable / job.model.num_parameters
-        parts.append(f"{format_count(place.trainable)} weights are trained, {100 * share:.2g} % as many")
+        parts.append(f"{format_count(place.trainable)} weights trained ({100 * share:.2g} % as many as the model has)")
     if strategy.offload != "none":
         parts.append(f"{format_gb(taken.host_bytes, 0)} of memory in each machine")
     return "; ".join(parts)

@@ -10,6 +10,8 @@ from shardwise.vocabulary.job import Job
 from shardwise.vocabulary.plan import Advice, Candidate
 from shardwise.vocabulary.units import HOUR, format_count, format_percent, format_seconds
 
+CENT, SHORT_HOURS = 0.01, 0.1
+"""Below these a price or a number of hours would print as zero."""
 WORTH_PACKING = 0.1
 """Padding above this share of all tokens is worth a word."""
 
@@ -62,11 +64,19 @@ def how_long(job: Job, cluster: Cluster, candidate: Candidate) -> Advice | None:
         return Advice(rule="how_long", message=message)
     message = (
         f"{whole.num_steps:,} steps of {format_seconds(candidate.step.seconds)} take {format_seconds(whole.seconds)} "
-        f"({whole.gpu_hours:,.2f} card hours), without evaluation, saving and start-up"
+        f"({_card_time(whole)}), without evaluation, saving and start-up"
     )
     if whole.price is not None:
-        message += f": {whole.price:,.2f} at {job.price_per_gpu_hour:g} a card hour"
+        price = f"{whole.price:,.2f}" if whole.price >= CENT else f"less than {CENT:g}"
+        message += f": {price} at {job.price_per_gpu_hour:g} a card hour"
     return Advice(rule="how_long", message=message + ".")
+
+
+def _card_time(whole: Duration) -> str:
+    """In card hours, as they are paid; short jobs in seconds of cards."""
+    if whole.gpu_hours < SHORT_HOURS:
+        return f"{format_seconds(whole.gpu_hours * HOUR)} of card time"
+    return f"{whole.gpu_hours:,.2f} card hours"
 
 
 def padding_share(job: Job, candidate: Candidate) -> float:

@@ -24,7 +24,7 @@ from shardwise.vocabulary.job import Job
 from shardwise.vocabulary.memory import Instant, Level, MemoryBreakdown, Term
 from shardwise.vocabulary.placement import NF4_DOUBLE_BYTES, Placement
 from shardwise.vocabulary.plan import Candidate, Plan
-from shardwise.vocabulary.units import format_count, format_gb, format_number, format_percent, some
+from shardwise.vocabulary.units import GLUE, format_count, format_gb, format_number, format_percent, glued, some
 
 WIDTH = 120
 MEANINGS = {
@@ -76,10 +76,10 @@ def _wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
             yield line
             continue
         inside = len(line) - len(line.lstrip()) + 4
-        yield from textwrap.wrap(
-            line, max(width, 40), subsequent_indent=" " * inside, break_on_hyphens=False, break_long_words=False,
-            drop_whitespace=True,
-        )  # fmt: skip
+        wrapped = textwrap.wrap(
+            glued(line), max(width, 40), subsequent_indent=" " * inside, break_on_hyphens=False, break_long_words=False
+        )
+        yield from (part.replace(GLUE, " ") for part in wrapped)
 
 
 def _model(job: Job) -> list[str]:

@@ -46,13 +46,16 @@ def settings(strategy: Strategy) -> str:
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def why(best: Candidate, allowed: Sequence[Candidate], simplicity: Sequence[tuple[int, ...]]) -> str:
+def why(
+    best: Candidate, allowed: Sequence[Candidate], simplicity: Sequence[tuple[int, ...]], *, alone: bool = False
+) -> str:
     """The reason, beside the alternatives that the rules left open.
 
     Args:
         best: What is taken.
         allowed: Every candidate that fits and that the rules allow, `best` among them.
         simplicity: Of each of them, as `rules.simplicity` orders.
+        alone: True if no other split was looked at.
 
     Returns:
         Sentences.
@@ -61,8 +64,10 @@ def why(best: Candidate, allowed: Sequence[Candidate], simplicity: Sequence[tupl
     taken = called(best.strategy)
     reason = (
         f"{taken[0].upper()}{taken[1:]}, {settings(best.strategy)}, takes {format_seconds(step.seconds)} a step and "
-        f"{format_gb(best.memory.needed_bytes)} a card. {_beside(best, allowed, simplicity)}"
+        f"{format_gb(best.memory.needed_bytes)} a card."
     )
+    if not alone:
+        reason += f" {_beside(best, allowed, simplicity)}"
     exposed = step.exposed_wire_seconds / step.seconds
     if exposed > WORTH_SAYING:
         reason += f" The wire is exposed for {format_percent(exposed)} of the step."

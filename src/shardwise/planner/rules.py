@@ -78,7 +78,8 @@ def choose(job: Job, cluster: Cluster, candidates: Sequence[Candidate]) -> Choic
     tunings, spoken = _tunings(job, cluster, running)
     allowed = [candidate for candidate in running if candidate.strategy.tuning in tunings]
     best = fastest_or_simpler(allowed)
-    reason = reasons.why(best, allowed, [simplicity(each.strategy) for each in allowed])
+    alone = len({reasons.called(each.strategy) for each in candidates}) == 1
+    reason = reasons.why(best, allowed, [simplicity(each.strategy) for each in allowed], alone=alone)
     kept_out = [each for each in running if each.strategy.tuning not in tunings]
     said = (
         reason,

@@ -14,7 +14,7 @@ from shardwise.vocabulary.ledger import Kind, Ledger, LedgerRow
 from shardwise.vocabulary.memory import Category
 from shardwise.vocabulary.plan import Candidate, Plan, Refusal
 from shardwise.vocabulary.strategy import Strategy
-from shardwise.vocabulary.units import format_rate, format_seconds, some
+from shardwise.vocabulary.units import GLUE, format_rate, format_seconds, glued, some
 
 NARROW = 60
 """Below this many columns a table is told as lines."""
@@ -280,10 +280,11 @@ def _small_print(plan: Plan, num_shown: int, style: Style) -> list[str]:
 
 def _wrap(text: str, style: Style, *, indent: int = 0, first: int | None = None) -> list[str]:
     """Lines no wider than the style, on `indent` spaces (the first line on `first`)."""
-    return textwrap.wrap(
-        style.plain(text).replace("\n", " "),
+    lines = textwrap.wrap(
+        glued(style.plain(text).replace("\n", " ")),
         max(style.width, 20),
         initial_indent=" " * (indent if first is None else first),
         subsequent_indent=" " * indent,
         break_on_hyphens=False,
     )
+    return [line.replace(GLUE, " ") for line in lines]

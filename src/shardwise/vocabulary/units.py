@@ -110,6 +110,15 @@ def format_percent(fraction: float, places: int = 0) -> str:
     return f"{100 * fraction:.{places}f} %"
 
 
+_NUMBER_AND_UNIT = re.compile(r"(?<=[\d)]) (?=(?:%|[KMGT]?B(?:/s)?|[um]?s|min|h)\b|%)")
+GLUE = "\N{NO-BREAK SPACE}"
+
+
+def glued(text: str) -> str:
+    """The text with no-break spaces between numbers and their units, so that a line does not end between them."""
+    return _NUMBER_AND_UNIT.sub(GLUE, text)
+
+
 def some(count: int, noun: str, nouns: str = "") -> str:
     """A count with its noun, such as `1 group` or `3 groups`; `nouns` where an s does not do."""
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"

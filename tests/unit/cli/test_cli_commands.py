@@ -143,7 +143,7 @@ def test_a_plan_decides_the_keys_it_rests_on(plan_file: Path) -> None:
     with pytest.raises(PlanMismatchError) as caught:
         read_target(str(plan_file), {"max_length": 128, "lora_r": 16, "zero_stage": 3})
     assert len(caught.value.problems) == 2
-    assert "rests on max_length = 2048, and 128 is asked for; plan again" in caught.value.problems[0]
+    assert "rests on max_length = 2048, and 128 is asked for; plan again with --seq 128, or" in caught.value.problems[0]
 
 
 def test_both_spellings_of_checkpointing_are_the_same(plan_file: Path) -> None:
