@@ -127,8 +127,9 @@ _DECIDED = (
 """Keys that a plan rests on."""
 _PLAN_FLAGS = {
     "max_length": "--seq", "per_device_train_batch_size": "--micro-batch",
-    "gradient_accumulation_steps": "--accumulation", "global_batch_size": "--global-batch", "tuning": "--tuning", "lora_r": "--lora-r", "zero_stage": "--zero",
-    "loss": "--loss", "offload": "--offload", "reduce_dtype": "--reduce-dtype",
+    "gradient_accumulation_steps": "--accumulation", "global_batch_size": "--global-batch", "tuning": "--tuning",
+    "lora_r": "--lora-r", "zero_stage": "--zero", "loss": "--loss", "offload": "--offload",
+    "reduce_dtype": "--reduce-dtype",
 }  # fmt: skip
 """Flags of `shardwise plan` that say the same in the same words."""
 
