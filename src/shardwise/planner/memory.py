@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.axes import fully_shard
+from shardwise.axes.pipeline import cost as pipeline
 from shardwise.axes.replicate import cost as replicate
 from shardwise.axes.shard import cost as shard
 from shardwise.levers.adapters import cost as adapters
@@ -51,7 +52,7 @@ LIBRARY_BYTES = 40 * MIB
 """Workspaces that cuBLAS and attention kernels take from torch's allocator."""
 _SHARED = (replicate, shard, optimizer)
 """Costs of a split whose variants (micro-batch, checkpointing, loss) store the same."""
-_VARIED = (offload, checkpointing, adapters, loss)
+_VARIED = (offload, checkpointing, adapters, loss, pipeline)
 
 
 def memory(job: Job, cluster: Cluster, strategy: Strategy) -> MemoryBreakdown:

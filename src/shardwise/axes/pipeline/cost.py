@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job
+from shardwise.vocabulary.memory import Category, Instant, Term, span
 from shardwise.vocabulary.placement import Placement
 from shardwise.vocabulary.plan import Refusal
 from shardwise.vocabulary.strategy import Axis, Strategy
@@ -97,6 +98,32 @@ def idle_share(strategy: Strategy) -> float:
     if strategy.pipeline_schedule in INTERLEAVING:
         idle /= strategy.virtual_stages
     return idle / (micro_batches + idle)
+
+
+def stores(place: Placement) -> tuple[Term, ...]:
+    """What zero bubble keeps besides activations: gradients of products, until those of the weights are made of them.
+
+    Stage r makes them r + 1 chunks late.
+    """
+    strategy = place.strategy
+    if strategy.pp == 1 or strategy.pipeline_schedule != "zero_bubble":
+        return ()
+    late = min(place.stage + 1, strategy.accumulation * strategy.virtual_stages)
+    model = place.model
+    rows = sum(linear.copies * linear.out_features for linear in model.linears) // strategy.tp + 2 * model.hidden_size
+    each = place.num_blocks * rows / strategy.virtual_stages
+    head = (model.vocab_size // strategy.tp + model.hidden_size) if place.is_last else 0
+    size = round(late * place.tokens * place.element_bytes * (each + head))
+    return (
+        Term(
+            category=Category.TEMPORARY,
+            name="gradients of products",
+            bytes=size,
+            alive=span(Instant.FORWARD, Instant.BACKWARD_LAST),
+            formula=f"{late} chunks late: {place.element_bytes} B x {place.tokens:,} tokens x outputs of matrices",
+            source=SOURCE,
+        ),
+    )
 
 
 def sends(place: Placement) -> tuple[Collective, ...]:

@@ -72,8 +72,9 @@ def apply(model: nn.Module, blocks: nn.ModuleList, mesh: DeviceMesh, strategy: S
         raise ConfigError(*problems)
     untyped: Any = model
     # None on stages of a pipeline that do not begin or end with them.
-    embedding, head = untyped.get_input_embeddings(), untyped.get_output_embeddings()
-    is_tied = embedding is not None and head is not None and embedding.weight is head.weight
+    embedding: Any = untyped.get_input_embeddings()
+    head: Any = untyped.get_output_embeddings()
+    is_tied = None not in (embedding, head) and embedding.weight is head.weight
     split = Shard(1) if strategy.sequence_parallel else Replicate()
     for number, block in enumerate(blocks):
         _parallelize(block, mesh, _block_plan(split))

@@ -73,7 +73,19 @@ def stores(place: Placement) -> tuple[Term, ...]:
     forward = chunk_tokens(place) * _vocabulary(place) * (place.element_bytes + 8)
     terms.append(_term("logits in evaluation", forward, (Instant.EVALUATION,), "forward only, of one micro-batch"))
     terms.append(_term("last hidden states", hidden, (Instant.LOSS,), f"{saved} B an element: the final norm, eager"))
-    return (*terms, *_kept_gradients(place))
+    return (*terms, *_kept_gradients(place), *_other_losses(place, hidden))
+
+
+def _other_losses(place: Placement, hidden: int) -> tuple[Term, ...]:
+    """What the losses of other micro-batches keep where a pipeline computes all before the first backward."""
+    others = place.losses_in_flight - 1
+    if not others:
+        return ()
+    kept = sum(term.bytes for term in _kept_gradients(place)) if place.strategy.loss == "fused" else 0
+    if place.strategy.loss == "plain":
+        kept = 4 * place.tokens * _vocabulary(place)  # the log-softmax
+    alive = (Instant.FORWARD, Instant.LOSS, Instant.BACKWARD_FIRST)
+    return (_term("losses of other micro-batches", others * (hidden + kept), alive, f"{others} wait for backward"),)
 
 
 def per_logit(place: Placement) -> int:
