@@ -117,6 +117,8 @@ class Loop:
                     if self._stop:
                         break
                 self._settle()
+            if (account := parts.train.plan.account()) is not None:
+                parts.progress.say(account)
         finally:
             feeder.close()
             parts.watch.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from shardwise.trainer.data.cache import default_cache_dir
 from shardwise.trainer.data.lengths import sequence_lengths
 from shardwise.trainer.data.options import DataOptions
 from shardwise.trainer.data.sources import refuse_split
-from shardwise.trainer.data.store import TokenizedSet, from_samples, unknown_token
+from shardwise.trainer.data.store import TokenizedSet, from_samples, num_shared, unknown_token
 from shardwise.trainer.data.stream import first_window, plan_stream
 from shardwise.trainer.data.tokenize import prepare
 from shardwise.trainer.model import load_config
@@ -24,6 +26,8 @@ from shardwise.vocabulary.strategy import Strategy
 
 MOST_RANDOM_TOKENS = 10**8
 """Of `random:N`; a list in memory, 32 bytes a token."""
+SILENT_S = 10.0
+"""Seconds of tokenizing after which it says how far it is."""
 NUM_LOOKED_AT = 4096
 """Rows of a stream whose lengths stand for all of them in the plan."""
 
@@ -77,6 +81,26 @@ def prepare_run(run: RunFile, strategy: Strategy, wishes: RunWishes) -> Prepared
     plan = _plan_data(run, options, config, tokenizer, wishes)
     held_out = _load_data(run, run.eval_dataset_name, run.eval_dataset_split, config, tokenizer, wishes)
     return Prepared(config=config, tokenizer=tokenizer, train=plan.set_at(0), plan=plan, held_out=held_out)
+
+
+def data_lines(prepared: Prepared) -> tuple[str, ...]:
+    """What a run says of its data before the first step: sizes, truncation, what is learned and how it was found."""
+    held_out = prepared.held_out
+    if prepared.train.report.source.startswith("random:"):
+        return ()
+    lines = [f"Data: {line}" for line in prepared.train.report.describe()]
+    if held_out is not None and not held_out.report.source.startswith("random:"):
+        report = held_out.report
+        lines.append(
+            f"Held out: {report.num_samples:,} samples, {report.num_tokens:,} tokens; cut at max_length: "
+            f"{report.num_truncated_rows:,} rows, {report.num_truncated_tokens:,} tokens lost"
+        )
+        if shared := num_shared(held_out, prepared.train):
+            lines.append(
+                f"Warning: {shared:,} of {len(held_out):,} held-out samples are in the training set too, token for "
+                "token, so the held-out loss says less than it seems to."
+            )
+    return tuple(lines)
 
 
 def _plan_data(run: RunFile, options: BatchOptions, config: Any, tokenizer: Any, wishes: RunWishes) -> BatchPlan:
@@ -168,9 +192,28 @@ def _load_data(
         draw = random.Random(f"{run.seed} {split}")
         rows = [draw.choices(range(config.vocab_size), k=run.max_length) for _ in range(num_rows)]
         return from_samples(rows, source=name)
-    tokenized = prepare(_data_options(run, name, split, wishes), tokenizer)
+    tokenized = prepare(_data_options(run, name, split, wishes), tokenizer, _SlowProgress(name))
     refuse_unknown_tokens(tokenized, name, config.vocab_size)
     return tokenized
+
+
+class _SlowProgress:
+    """Says how far tokenizing is, if it takes long.
+
+    Args:
+        name: Of the data set.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._next = time.monotonic() + SILENT_S
+
+    def __call__(self, num_rows: int) -> None:
+        """So many rows have been read."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + SILENT_S
+            sys.stderr.write(f"Tokenizing {self._name}: {num_rows:,} rows so far\n")
+            sys.stderr.flush()
 
 
 def _data_options(run: RunFile, name: str, split: str, wishes: RunWishes) -> DataOptions:

@@ -39,7 +39,7 @@ from shardwise.trainer.model import (
 )
 from shardwise.trainer.optimizer import optimizer_settings
 from shardwise.trainer.parallelize import parallelize, refuse_machine, refuse_unsupported
-from shardwise.trainer.prepare import Prepared, RunWishes, data_lengths, prepare_run
+from shardwise.trainer.prepare import Prepared, RunWishes, data_lengths, data_lines, prepare_run
 from shardwise.trainer.progress import Progress
 from shardwise.trainer.reference import check_first_loss
 from shardwise.trainer.resume import Continued, agree_restarts, disk_need, fit_ranks, resume
@@ -263,6 +263,8 @@ def assemble(start: RunStart) -> tuple[LoopParts, Sampler | None]:
     folder, plan = Path(run.output_dir), prepared.plan
     progress = Progress(plan.num_steps, 0, speaks=mesh.is_first)
     checkpointer = Checkpointer(folder, SaveOptions(save_total_limit=run.save_total_limit))
+    for line in data_lines(prepared):
+        progress.say(line)
     progress.say(plan.describe())
     skeleton = build_model(run, strategy, mesh, prepared.config)
     classes = ", ".join(f"{count} {name}" for name, count in wrapped_classes(skeleton.model).items())

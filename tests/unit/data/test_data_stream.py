@@ -196,6 +196,8 @@ def test_a_bad_row_far_behind_ends_the_run_when_it_comes(make_plan: MakePlan, wr
     skipping = make_plan(write(rows), skip_bad_rows=True)
     seen = [row for step in range(12) for row in rows_of_step(skipping, step)]
     assert 21 not in seen
+    assert "4 windows read, 49 rows, 48 samples; 0 rows cut" in skipping.account()
+    assert "1 bad rows left out" in skipping.account()
     assert len(set(seen)) == 48
 
 

@@ -240,6 +240,10 @@ class BatchPlan:
             text += f"; the remaining {'packed rows' if options.packing else 'sequences'} ({rest}) {fate}"
         return text
 
+    def account(self) -> str | None:
+        """What reading has come to, if it went on while training: streams only."""
+        return None
+
     def _shuffled(self, epoch: int) -> NDArray[np.int64]:
         num_rows = self.packing.num_rows
         if not self.options.shuffle:

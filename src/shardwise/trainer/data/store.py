@@ -174,3 +174,12 @@ def unknown_token(tokenized: TokenizedSet, name: str, vocab_size: int) -> str | 
         f"{name}: row {int(tokenized.rows[sample])} holds the token {token:,}, and the model knows those below "
         f"{vocab_size:,} (vocab_size); tokenize with the model's own tokenizer, or resize its embeddings first."
     )
+
+
+def num_shared(held_out: TokenizedSet, train: TokenizedSet) -> int:
+    """Samples of a held-out set that are in the training set too, token for token."""
+    wanted = {held_out.sample(index)[0].tobytes() for index in range(len(held_out))}
+    lengths = np.unique(held_out.lengths)
+    candidates = np.flatnonzero(np.isin(train.lengths, lengths)).tolist()
+    found = {content for index in candidates if (content := train.sample(index)[0].tobytes()) in wanted}
+    return sum(held_out.sample(index)[0].tobytes() in found for index in range(len(held_out)))

@@ -21,6 +21,7 @@ import hashlib
 import itertools
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from shardwise.trainer.data.encode import EncodedChunk, Encoder
 from shardwise.trainer.data.formats import ExampleReader, Form, NumberedExample
 from shardwise.trainer.data.options import DataOptions
 from shardwise.trainer.data.sources import START, Place, open_source
-from shardwise.trainer.data.store import TokenizedSet
+from shardwise.trainer.data.store import TokenizedSet, TokenizeReport
 from shardwise.trainer.data.tokenize import CHUNK_ROWS, Parts, check_supervised
 from shardwise.vocabulary import codec
 
@@ -93,6 +94,8 @@ class WindowReader:
         self._check = check
         self._form: Form | None = None
         self._open: _Open | None = None
+        self.counts: Counter[str] = Counter()
+        """Of all windows: rows, samples, and what truncation and bad rows took."""
 
     def read(self, start: Cursor) -> Window:
         """The window that starts at a cursor.
@@ -117,7 +120,14 @@ class WindowReader:
         tokenized = parts.finished(self.options, reader, reader.form)
         check_supervised(tokenized, parts, self.options, reader)
         self._check(tokenized)
+        self._count(tokenized.report)
         return self._planned(start, end, tokenized)
+
+    def _count(self, report: TokenizeReport) -> None:
+        for name in ("num_rows", "num_samples", "num_truncated_rows", "num_truncated_tokens", "num_skipped_rows"):
+            self.counts[name] += getattr(report, name)
+        self.counts["num_dropped_rows"] += report.num_lost_rows + report.num_unsupervised_rows
+        self.counts["num_windows"] += 1
 
     def _planned(self, start: Cursor, end: _Filled, tokenized: TokenizedSet) -> Window:
         digest = hashlib.sha256(f"shardwise window {self.batches.seed} {start.number}".encode()).digest()
@@ -288,6 +298,16 @@ class StreamPlan(BatchPlan):
             f"{options.micro_batch} x {-(-options.global_batch // places)} x {options.num_ranks} ranks for "
             f"{options.global_batch} {unit} a step, about {tokens:,.0f} tokens; {self.num_steps} steps of a stream, "
             f"read in windows of {first.num_steps} steps"
+        )
+
+    def account(self) -> str:
+        """How much was read, and what was lost on the way, in all windows of this start."""
+        counts = self._reader.counts
+        return (
+            f"Stream: {counts['num_windows']:,} windows read, {counts['num_rows']:,} rows, {counts['num_samples']:,} "
+            f"samples; {counts['num_truncated_rows']:,} rows cut at max_length "
+            f"({counts['num_truncated_tokens']:,} tokens lost), {counts['num_dropped_rows']:,} rows without anything "
+            f"to learn, {counts['num_skipped_rows']:,} bad rows left out."
         )
 
     def _at(self, step: int) -> tuple[BatchPlan, int]:
