@@ -8,8 +8,11 @@ import pytest
 from machines.builder import build
 from machines.catalog import CASES, Case
 
-from shardwise.doctor.diagnose import Diagnosis, DoctorOptions, Verdict, diagnose
+from shardwise.doctor.checks import ALL_CHECKS
+from shardwise.doctor.diagnose import Diagnosis, DoctorOptions, Verdict, diagnose, gather
+from shardwise.doctor.diagnose import examine as run_checks
 from shardwise.doctor.report import render_text, to_plain
+from shardwise.facts.machine import read_machine
 
 
 def examine(case: Case, tmp_path: Path) -> Diagnosis:
@@ -21,10 +24,12 @@ def examine(case: Case, tmp_path: Path) -> Diagnosis:
     if case.env_file:
         (tmp_path / "job.env").write_text(case.env_file)
         options["env_files"] = (tmp_path / "job.env",)
-    return diagnose(
-        DoctorOptions(root=root, pids=tuple(case.pids), wire_bytes_per_step=10**10, **options),  # type: ignore[arg-type] # two known fields
-        environment=case.spec.environment,
-    )
+    told = DoctorOptions(root=root, pids=tuple(case.pids), wire_bytes_per_step=10**10, **options)  # type: ignore[arg-type] # two known fields
+    if case.measurements:
+        machine = read_machine(root, pids=told.pids)
+        scene = gather(machine, case.spec.environment, None, told, tuple(case.measurements))
+        return run_checks(scene, ALL_CHECKS)
+    return diagnose(told, environment=case.spec.environment)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -60,6 +65,11 @@ def test_every_finding_has_evidence_a_fix_and_a_proof(tmp_path: Path) -> None:
             assert finding.proof.a != finding.proof.b, finding
             assert finding.proof.expect, finding
             assert finding.subject, finding
+
+
+def test_every_check_has_a_machine_on_which_it_speaks() -> None:
+    spoken = {check for case in CASES.values() for check in (*case.findings, *case.notes, *case.gaps)}
+    assert spoken == {check.id for check in ALL_CHECKS}
 
 
 def test_there_are_enough_machines_and_healthy_ones_among_them() -> None:

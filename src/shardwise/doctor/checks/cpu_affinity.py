@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from shardwise.doctor.check import Check
 from shardwise.doctor.findings import AbTest, Answer, Certainty, Evidence, Finding, Severity, gap
@@ -18,6 +19,21 @@ def look(scene: Scene) -> Iterator[Answer]:
     num_cards = len(scene.cards)
     if num_cards < 2:
         return
+    if machine.cpu.governor == "powersave":
+        yield replace(
+            _finding(
+                "processors",
+                "the governor holds the clocks down while the threads that feed the wire wait (powersave)",
+                Evidence(what="governor", value="powersave", source="/sys/devices/system/cpu/cpu0/cpufreq"),
+                "Try performance: cpupower frequency-set -g performance. With intel_pstate powersave may be as good.",
+            ),
+            severity=Severity.NOTE,
+            certainty=Certainty.POSSIBLE,
+            proof=AbTest(
+                a="shardwise doctor --run", b="the same with the governor performance", expect="a higher rate over SHM"
+            ),
+            reference="",
+        )
     for process in machine.processes:
         yield from _look_at_rank(scene, process, need)
     if not machine.processes and isinstance(machine.affinity, Unreadable):
@@ -79,6 +95,6 @@ def _finding(subject: str, headline: str, evidence: Evidence, fix: str) -> Findi
 CHECK = Check(
     id="cpu-affinity",
     title="Processors for the proxy threads",
-    reads=("sched_getaffinity", "/proc/PID/status (--pid)", "/sys/fs/cgroup/cpu.max", "local_cpulist"),
+    reads=("sched_getaffinity", "/proc/PID/status (--pid)", "/sys/fs/cgroup/cpu.max", "local_cpulist", "governor"),
     look=look,
 )

@@ -145,6 +145,22 @@ def _trained_down(card: GpuCard, now: int, best: int, certainty: Certainty, how:
 
 
 def _errors(scene: Scene, card: GpuCard, device: PciDevice | None) -> Iterator[Finding]:
+    if isinstance(card.pcie_replays, int) and card.pcie_replays >= _MANY_CORRECTED_ERRORS:
+        yield Finding(
+            check=CHECK.id,
+            subject=f"GPU {card.index}",
+            severity=Severity.RISK,
+            certainty=Certainty.READ,
+            headline=f"the PCIe link has sent {card.pcie_replays:,} packets again since the driver was loaded",
+            evidence=(Evidence(what="replays", value=f"{card.pcie_replays:,}", source="NVML"),),
+            fix="Reseat the card, change the riser or cable.",
+            proof=AbTest(
+                a=f"nvidia-smi -q -i {card.index} | grep -i replay",
+                b="the same after an hour of work",
+                expect="a higher count",
+            ),
+        )
+        return
     chain = (
         [] if device is None else [device, *(scene.machine.pci[a] for a in device.upstream if a in scene.machine.pci)]
     )

@@ -11,6 +11,8 @@ from shardwise.doctor.scene import Scene
 from shardwise.facts.machine.record import Unreadable
 
 _LIBRARY_FIX = "Install the verbs library in the image: apt install libibverbs1 ibverbs-providers librdmacm1."
+_ELASTIC = ("efa", "rdmap")
+"""Amazon's adapters, by the kernel's name and by udev's."""
 _DEVICE_FIX = (
     "Start the container with --device=/dev/infiniband --ulimit memlock=-1 --cap-add IPC_LOCK "
     "(Kubernetes: the RDMA device plugin)."
@@ -54,6 +56,19 @@ def look(scene: Scene) -> Iterator[Answer]:
             "Give the user access (group rdma, or a udev rule), or pass the devices to the container.",
             (first, Evidence(what=verbs.refused[0], value="permission denied", source="access")),
         )
+    elif any(port.device.startswith(_ELASTIC) for port in active) and not _has_plugin(scene):
+        yield _finding(
+            scene,
+            "Elastic Fabric Adapters are used through a network plugin, and none is here, so NCCL takes TCP",
+            "Install aws-ofi-nccl (it comes with the EFA installer) and put its folder on LD_LIBRARY_PATH.",
+            (first, Evidence(what="libnccl-net*.so", value="none", source="LD_LIBRARY_PATH and library folders")),
+        )
+
+
+def _has_plugin(scene: Scene) -> bool:
+    logged = () if scene.log is None else scene.log.plugins
+    named = scene.switches.value("NCCL_NET_PLUGIN") not in ("", "none")
+    return bool(scene.machine.net_plugins) or named or any(each.kind == "NET" and each.loaded for each in logged)
 
 
 def _finding(scene: Scene, headline: str, fix: str, evidence: tuple[Evidence, ...]) -> Finding:
@@ -82,6 +97,6 @@ def _finding(scene: Scene, headline: str, fix: str, evidence: tuple[Evidence, ..
 CHECK = Check(
     id="verbs",
     title="Adapters can be used",
-    reads=("/sys/class/infiniband", "/dev/infiniband", "libibverbs.so.1", "log"),
+    reads=("/sys/class/infiniband", "/dev/infiniband", "libibverbs.so.1", "libnccl-net*.so", "log"),
     look=look,
 )

@@ -39,6 +39,8 @@ class Card:
     slowdowns: int = 0
     processes: tuple[int, ...] = ()
     corrected_errors: int = 0
+    replays: int = 0
+    bar1: int = 32 * GIB
 
     @property
     def address(self) -> str:
@@ -119,6 +121,7 @@ class Spec:
     hostname: str = "node-a"
     nodes_without_cpus: Sequence[int] = ()
     cpu_max: str = "max 100000"
+    governor: str = ""
 
 
 def own_root(index: int, *, numa: int = 0, base: int = 0x20) -> tuple[str, ...]:
@@ -338,6 +341,8 @@ def _write_sys(root: Path, spec: Spec) -> None:
     for index in range(len(spec.ports) if spec.uverbs else 0):
         _write(root, f"/dev/infiniband/uverbs{index}", "")
     _write(root, "/sys/fs/cgroup/cpu.max", spec.cpu_max + "\n")
+    if spec.governor:
+        _write(root, "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", spec.governor + "\n")
 
 
 def _write_port(root: Path, port: Port) -> None:
@@ -422,13 +427,13 @@ def _nvml_card(card: Card) -> dict[str, Any]:
         "uuid": f"GPU-{card.address}",
         "compute_capability": list(card.capability),
         "memory_bytes": 24 * GIB,
-        "bar1_bytes": 32 * GIB,
+        "bar1_bytes": card.bar1,
         "pcie_gen": card.gen,
         "pcie_gen_max": card.gen_max,
         "pcie_gen_card": card.gen_card,
         "pcie_width": card.width,
         "pcie_width_max": card.width_max,
-        "pcie_replays": 0,
+        "pcie_replays": card.replays,
         "nvlinks": list(card.links),
         "nvlink_traffic_bytes": 0,
         "fabric": {"state": card.fabric[0], "status": card.fabric[1]},

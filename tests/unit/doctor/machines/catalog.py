@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from shardwise.doctor.measurements import Measurement
+from shardwise.vocabulary.units import GB, GIB, MIB
 
 from .builder import (
     Card,
@@ -33,6 +36,8 @@ class Case:
     gaps: Sequence[str] = ()
     """Checks with essential gaps."""
     log: str = ""
+    measurements: Sequence[Measurement] = ()
+    """Of `--run`."""
     pids: Sequence[int] = ()
     env_file: str = ""
 
@@ -117,6 +122,34 @@ ONE_SIDED_LOG = (
     "node-a:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/1/GDRDMA\n"
     "node-b:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [receive] via NET/IB/0\n"
 )
+
+HERE = "node-a:1:2 [0] NCCL INFO "
+P2P_HERE = f"{HERE}comm 0x1 rank 0 nRanks 2 nNodes 1 localRanks 2 localRank 0 MNNVL 0\n" + (
+    f"{HERE}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
+)
+
+
+def all_reduce(variant: str, transport: str, gb_per_s: float, gpus: tuple[int, ...] = (0, 1), **changes: object) -> (
+    Measurement
+):  # fmt: skip
+    found = Measurement(kind="all_reduce", variant=variant, gpus=gpus, num_bytes=GIB, bytes_per_s=gb_per_s * GB,
+                        seconds_p50=0.010, seconds_p95=0.011, transport=transport)  # fmt: skip
+    return replace(found, **changes)  # type: ignore[arg-type] # passed through to the measurement
+
+
+def host_copies(*gb_per_s: float, variant: str = "alone") -> tuple[Measurement, ...]:
+    return tuple(
+        Measurement(kind="host_to_device", variant=variant, gpus=(gpu,), num_bytes=256 * MIB, bytes_per_s=rate * GB)
+        for gpu, rate in enumerate(gb_per_s)
+    )
+
+
+def peer_copy(gb_per_s: float, **changes: object) -> Measurement:
+    found = Measurement(kind="peer_copy", variant="alone", gpus=(0, 1), num_bytes=256 * MIB, bytes_per_s=gb_per_s * GB)
+    return replace(found, **changes)  # type: ignore[arg-type] # passed through to the measurement
+
+
+TWO_A6000 = Spec(cards=[a6000(i) for i in range(2)])
 
 CASES: dict[str, Case] = {
     # healthy machines: silent
@@ -462,6 +495,127 @@ CASES: dict[str, Case] = {
         spec=Spec(cards=[a6000(0), Card(name="NVIDIA RTX A6000", place=own_root(1), slowdowns=0x80)]),
         findings=["throttling"],
         words=["power brake"],
+    ),
+    "patched-driver-on-4090": Case(
+        spec=Spec(cards=[rtx4090(0), rtx4090(1)]), findings=["p2p-granted"], words=["compares the data on the far side"]
+    ),
+    "patched-driver-without-resizable-bar": Case(
+        spec=Spec(cards=[rtx4090(0, bar1=256 * MIB), rtx4090(1)]), findings=["p2p-granted"], words=["Resizable BAR"]
+    ),
+    "pcie-replays": Case(
+        spec=Spec(cards=[a6000(0), Card(name="NVIDIA RTX A6000", place=own_root(1), replays=48_211)]),
+        findings=["pcie-link"],
+        words=["48,211 packets again"],
+    ),
+    "corrected-errors": Case(
+        spec=Spec(cards=[a6000(0), Card(name="NVIDIA RTX A6000", place=own_root(1), corrected_errors=5_000)]),
+        findings=["pcie-link"],
+        words=["corrected 5,000 errors"],
+    ),
+    "efa-without-plugin": Case(
+        spec=eight_h100(
+            ports=[hca("rdmap0s6", layer="Unspecified")], environment={"SLURM_NNODES": "2"}, nets=[Net(name="ens5")]
+        ),
+        findings=["verbs"],
+        words=["aws-ofi-nccl"],
+    ),
+    "called-localhost": Case(
+        spec=Spec(cards=[a6000(i) for i in range(2)], hostname="localhost", environment={"SLURM_NNODES": "2"}),
+        findings=["reachability"],
+        words=["hostnamectl"],
+    ),
+    "firewall": Case(
+        spec=TWO_A6000,
+        log=P2P_HERE + "node-a:1:9 [0] misc/socket.cc:483 NCCL WARN socketStartConnect: Connect to 192.0.2.7<41234> "
+        "failed : No route to host\n",
+        findings=["reachability"],
+        words=["ip_local_port_range"],
+    ),
+    "two-nccl-versions": Case(
+        spec=TWO_A6000,
+        log=f"{HERE}NCCL version 2.26.2+cuda12.2\n"
+        + P2P_HERE
+        + "node-b:1:2 [0] NCCL INFO NCCL version 2.27.5+cuda12.9\n",
+        findings=["versions"],
+        words=["2.26.2", "2.27.5"],
+    ),
+    "log-shows-shm-where-p2p-is-possible": Case(
+        spec=TWO_A6000,
+        log=P2P_HERE.replace("00/0 : 0[0] -> 1[1] via P2P/CUMEM", "00 : 0[0] -> 1[1] via SHM/direct/direct"),
+        findings=["transport"],
+        words=["the log shows SHM"],
+    ),
+    "nvls-multicast-failed": Case(
+        spec=eight_h100(),
+        log=P2P_HERE + "node-a:1:2 [1] transport/nvls.cc:254 NCCL WARN Cuda failure 401 'the operation cannot be "
+        "performed in the present state'\n",
+        findings=["nvls"],
+        words=["NCCL_NVLS_ENABLE=0"],
+    ),
+    "infiniband-times-out": Case(
+        spec=eight_h100(ports=[hca()]),
+        log=P2P_HERE + "node-a:1:2 [1] transport/net_ib.cc:1238 NCCL WARN NET/IB : Got completion from peer "
+        "192.0.2.7<37948> with status=12 opcode=1 len=0 vendor err 129\n",
+        findings=["log-errors"],
+        words=["timed out (status 12)"],
+    ),
+    "cumem-host-in-container": Case(
+        spec=Spec(
+            cards=[rtx4090(i) for i in range(2)], p2p_all=2, container=True, nccl="2.25.1", nodes_without_cpus=[2, 3]
+        ),
+        findings=["cumem-host"],
+        notes=["p2p-refused"],
+        words=["NCCL_CUMEM_HOST_ENABLE=0"],
+    ),
+    # sick machines that only a measurement shows
+    "wrong-bytes-over-p2p": Case(
+        spec=TWO_A6000,
+        measurements=[*host_copies(25, 25), peer_copy(24, data_is_right=False)],
+        findings=["p2p-works"],
+        words=["NCCL_P2P_DISABLE=1 at once"],
+    ),
+    "p2p-slower-than-host-memory": Case(
+        spec=TWO_A6000,
+        measurements=[all_reduce("p2p_off", "SHM", 14), all_reduce("as_set", "P2P", 13.5)],
+        findings=["bandwidth", "p2p-works"],
+        words=["slower than through host memory"],
+    ),
+    "shared-uplink": Case(
+        spec=TWO_A6000,
+        measurements=[*host_copies(26, 26), *host_copies(12, 12, variant="at_once")],
+        findings=["contention"],
+        words=["share"],
+    ),
+    "slow-host-memory": Case(
+        spec=TWO_A6000, measurements=host_copies(25, 12), findings=["host-memory"], words=["38% of the link"]
+    ),
+    "times-that-wander": Case(
+        spec=TWO_A6000,
+        measurements=[all_reduce("as_set", "P2P", 24, seconds_p95=0.03)],
+        findings=["shared-fabric"],
+        words=["3.0 times the median"],
+    ),
+    "8xh100-slow-nvlink": Case(
+        spec=eight_h100(),
+        measurements=[all_reduce("as_set", "P2P", 200, gpus=tuple(range(8)))],
+        findings=["bandwidth"],
+        words=["44% of the link"],
+    ),
+    "good-measurements": Case(
+        spec=TWO_A6000,
+        measurements=[
+            *host_copies(26, 26),
+            *host_copies(25, 25, variant="at_once"),
+            peer_copy(26),
+            all_reduce("p2p_off", "SHM", 11),
+            all_reduce("as_set", "P2P", 24),
+        ],
+    ),
+    "patched-driver-that-was-tested": Case(
+        spec=Spec(cards=[rtx4090(0), rtx4090(1)]), measurements=[*host_copies(26, 26), peer_copy(26)]
+    ),
+    "powersave": Case(
+        spec=Spec(cards=[a6000(i) for i in range(2)], governor="powersave"), notes=["cpu-affinity"], words=["cpupower"]
     ),
     # what could not be read
     "no-nvml": Case(
