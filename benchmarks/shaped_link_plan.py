@@ -8,7 +8,10 @@ A small Llama of random weights, one long sequence a rank and step, fp32, gloo. 
 replicated weights fit only if every block is recomputed, while weights whose optimizer states are sharded fit with
 selective recomputation. So the choice is between more compute (DDP) and more wire (ZeRO-1), and the wire decides it.
 For each rate the link is probed, the job planned with the measured cluster, and both contenders are run for a few
-steps; the plan is right if the one it chose is the faster one.
+steps, turn by turn; the plan is right if the one it chose is the faster one.
+
+On a machine that others use, wall time says how busy it was. So the processor time of a step is taken as well (rank 0,
+all threads, gloo's among them), which a full machine does not stretch.
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import platform
 import statistics
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +69,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[50, 200, 1000], help="Mbit/s")
     parser.add_argument("--budget", type=float, default=40.0, help="seconds of probing for each rate")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each contender")
     parser.add_argument("--plan-only", action="store_true", help="do not train")
     parser.add_argument("--out", type=Path, help="folder for the result")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -92,7 +99,8 @@ def examine(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for rate, cluster in clusters.items():
         plan = plan_for(run, cluster, memory)
-        rows.append(row(rate, plan, {} if arguments.plan_only else trained(folder, rate, run, plan)))
+        runs = {} if arguments.plan_only else trained(folder, rate, run, plan, arguments.repeats)
+        rows.append(row(rate, plan, runs))
         print(f"{rate:g} Mbit/s: {json.dumps(rows[-1])}", file=sys.stderr, flush=True)
     return {
         "what": "plans from a probe over a link of known rate, and the steps of both contenders, measured",
@@ -124,6 +132,8 @@ class Run:
 
     step_seconds: tuple[float, ...]
     """Of each step but the first. The fastest counts: other programs on the machine only ever slow a step down."""
+    cpu_seconds: tuple[float, ...]
+    """Processor time of rank 0 in each step but the first."""
     load: float
     """The machine's load average when it was over."""
 
@@ -158,21 +168,50 @@ def contested_memory(run: RunFile, cluster: Cluster) -> int:
     raise SystemExit("no memory separates the contenders; take a longer sequence or a larger model")
 
 
-def trained(folder: Path, rate: float, run: RunFile, plan: Plan) -> dict[tuple[str, str], Run]:
-    """Both contenders, run over the shaped link."""
-    found: dict[tuple[str, str], Run] = {}
+def trained(folder: Path, rate: float, run: RunFile, plan: Plan, repeats: int) -> dict[tuple[str, str], list[Run]]:
+    """Both contenders, run over the shaped link, turn by turn."""
+    found: dict[tuple[str, str], list[Run]] = {MORE_COMPUTE: [], MORE_WIRE: []}
     with shaped_link(rate):
-        for which in (MORE_COMPUTE, MORE_WIRE):
-            place = folder / f"{rate:g}-{which[0]}"
-            place.mkdir()
-            mine = dataclasses.replace(run, output_dir=str(place))
-            (place / "told-run.yaml").write_text(to_yaml(mine))
-            (place / "told-strategy.yaml").write_text(to_yaml(contender(plan, which).strategy))
-            in_both(600, __file__, "--child", str(place))
-            lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-            steps = [float(line["step_time"]) for line in lines if "step_time" in line]
-            found[which] = Run(step_seconds=tuple(steps[1:]), load=os.getloadavg()[0])
+        for repeat in range(repeats):
+            for which, runs in found.items():
+                place = folder / f"{rate:g}-{which[0]}-{repeat}"
+                place.mkdir()
+                mine = dataclasses.replace(run, output_dir=str(place))
+                (place / "told-run.yaml").write_text(to_yaml(mine))
+                (place / "told-strategy.yaml").write_text(to_yaml(contender(plan, which).strategy))
+                in_both(900, __file__, "--child", str(place))
+                cpu = json.loads((place / "cpu.json").read_text())
+                runs.append(
+                    Run(step_seconds=step_times(place)[1:], cpu_seconds=tuple(cpu), load=os.getloadavg()[0])
+                )
     return found
+
+
+def step_times(place: Path) -> tuple[float, ...]:
+    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    return tuple(float(line["step_time"]) for line in lines if "step_time" in line)
+
+
+class CpuClock(threading.Thread):
+    """Reads this process's processor time whenever a step has been written down."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(daemon=True)
+        self._file = file
+        self._over = threading.Event()
+        self.marks: list[float] = []
+
+    def run(self) -> None:
+        while not self._over.wait(0.02):
+            done = self._file.read_text().count('"step_time"') if self._file.exists() else 0
+            while len(self.marks) < done:
+                self.marks.append(time.process_time())
+
+    def of_steps(self) -> list[float]:
+        """Between one step's end and the next one's; a step whose end was missed counts with its neighbor."""
+        self._over.set()
+        self.join()
+        return [after - before for before, after in itertools.pairwise(self.marks)]
 
 
 def train_in_namespace(place: Path) -> int:
@@ -181,30 +220,37 @@ def train_in_namespace(place: Path) -> int:
     from shardwise.trainer.run import run_training
 
     run, strategy = read_noun(RunFile, place / "told-run.yaml"), read_noun(Strategy, place / "told-strategy.yaml")
+    clock = CpuClock(place / "metrics.jsonl")
+    clock.start()
     launch(run_training, (run, strategy), LaunchOptions(num_ranks=2, device="cpu"))
+    if os.environ["RANK"] == "0":
+        (place / "cpu.json").write_text(json.dumps(clock.of_steps()))
     return 0
 
 
-def row(rate: float, plan: Plan, measured: dict[tuple[str, str], Run]) -> dict[str, Any]:
+def row(rate: float, plan: Plan, measured: dict[tuple[str, str], list[Run]]) -> dict[str, Any]:
     """Choice, predictions and measurements at one rate."""
     best = plan.recommended
     chosen = None if best is None else (best.strategy.name, best.strategy.checkpointing)
     contenders: list[dict[str, Any]] = []
     for which in (MORE_COMPUTE, MORE_WIRE):
-        candidate, found = contender(plan, which), measured.get(which)
-        seconds = found.step_seconds if found is not None else ()
+        candidate, runs = contender(plan, which), measured.get(which, [])
+        seconds = [each for found in runs for each in found.step_seconds]
+        cpu = [each for found in runs for each in found.cpu_seconds]
         fastest = min(seconds, default=None)
         contenders.append({
             "strategy": which[0],
             "checkpointing": which[1],
             "fits": candidate.fits,
             "predicted_seconds": candidate.step.seconds,
+            "predicted_compute_seconds": candidate.step.compute_seconds,
             "predicted_wire_seconds": candidate.step.wire_seconds,
             "measured_seconds": fastest,
             "measured_median_seconds": statistics.median(seconds) if seconds else None,
-            "every_step_seconds": seconds,
+            "measured_cpu_seconds": statistics.median(cpu) if cpu else None,
+            "every_step_seconds": [found.step_seconds for found in runs],
             "predicted_over_measured": None if fastest is None else candidate.step.seconds / fastest,
-            "load": None if found is None else found.load,
+            "load": [found.load for found in runs],
         })  # fmt: skip
     network = plan.cluster.inter_node
     assert network is not None
