@@ -48,3 +48,39 @@ def zero_gradients_in_bf16() -> list[str]:
     stepper.backward(batches, len(batches), plan.num_supervised_tokens(0))
     named = skeleton.model.named_parameters()
     return [name for name, parameter in named if not local_gradient(parameter).abs().sum().item()]
+
+
+def waits_of_steps(cases: dict[str, Case], packed: bool) -> dict[str, str]:
+    """Where the host waits for the card inside the third step of each case; empty if nowhere."""
+    from harness import build, make_data, make_stepper
+
+    from shardwise.trainer.data.batches import BatchOptions, plan_batches
+    from shardwise.trainer.data.collate import collate
+    from shardwise.trainer.feeder import BatchForm, collate_options
+
+    waits: dict[str, str] = {}
+    for name, case in cases.items():
+        skeleton, mesh = build(case)
+        stepper = make_stepper(case, skeleton, mesh)
+        data, strategy = make_data(case), case.strategy
+        cut = BatchOptions(
+            global_batch=strategy.global_batch_size, micro_batch=strategy.micro_batch_size,
+            num_ranks=strategy.data_parallel, packing=packed, max_length=case.max_tokens, max_steps=3,
+        )  # fmt: skip
+        plan = plan_batches(data, cut)
+        form = BatchForm(layout="flat" if packed else "padded", is_static=strategy.compile_blocks)
+        options = collate_options(form, cut, 0)
+        waits[name] = ""
+        for step in range(3):
+            hosted = [collate(data, micro, options).pin_memory() for micro in plan.for_rank(step, mesh.data_rank)]
+            torch.cuda.synchronize()
+            if step == 2:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                batches = [batch.to(mesh.device) for batch in hosted]
+                stepper.run(batches, len(batches), plan.num_supervised_tokens(step))
+            except RuntimeError as error:
+                waits[name] = str(error)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    return waits

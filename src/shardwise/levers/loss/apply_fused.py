@@ -178,7 +178,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, keep: bool) -> No
     beta = 1 if keep else 0
     if total.dtype == left.dtype:
         torch.addmm(total, left, right, beta=beta, out=total)
-    elif left.device.type == "cuda" and _sums_in_fp32(left.dtype, left.device):
+    elif left.device.type == "cuda" and sums_in_fp32(left.dtype, left.device):
         # The product leaves its fp32 accumulators as they are: no rounding and no second pass over the total.
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
     elif keep:
@@ -188,7 +188,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, keep: bool) -> No
 
 
 @functools.cache
-def _sums_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
+def sums_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this card's library adds a product of 16-bit matrices to an fp32 one; asked once, by trying it."""
     left = torch.ones(16, 16, dtype=dtype, device=device)
     total = torch.full((16, 16), 2.0**-10, device=device)
