@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.axes.fully_shard_apply import fsdp_modules
@@ -81,7 +82,10 @@ class Sampler:
         prompt_ids = _prompt_ids(self.tokenizer, prompt).to(self.device)
         stop = _stop_ids(self.model, self.tokenizer)
         with forward_only(self.model), _kept_gathered(self.model, self.strategy):
-            new_ids = _greedy(self.model, prompt_ids, self.max_new_tokens, stop)
+            if self.strategy.tp > 1 and self.strategy.sequence_parallel:
+                new_ids = _greedy_padded(self.model, prompt_ids, self.max_new_tokens, stop, self.strategy.tp)
+            else:
+                new_ids = _greedy(self.model, prompt_ids, self.max_new_tokens, stop)
         return self.tokenizer.decode(new_ids, skip_special_tokens=True).strip()
 
 
@@ -115,6 +119,19 @@ def _greedy(model: nn.Module, prompt_ids: Tensor, max_new_tokens: int, stop: set
         new_ids.append(token)
         inputs = torch.tensor([[token]], device=prompt_ids.device)
     return new_ids
+
+
+def _greedy_padded(model: nn.Module, ids: Tensor, max_new_tokens: int, stop: set[int], multiple: int) -> list[int]:
+    """The same where rows must divide by a number, as under sequence parallel: all tokens again for each new one."""
+    num_prompt = ids.shape[1]
+    for _ in range(max_new_tokens):
+        padded = F.pad(ids, (0, -ids.shape[1] % multiple))  # nothing looks at what lies behind
+        output: Any = model(input_ids=padded, use_cache=False)
+        token = int(output.logits[0, ids.shape[1] - 1].argmax())
+        if token in stop:
+            break
+        ids = torch.cat([ids, ids.new_tensor([[token]])], dim=1)
+    return ids[0, num_prompt:].tolist()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ class BatchForm:
     layout: Layout
     is_static: bool
     """Whether shapes take few values, because each new one makes the compiler start again."""
+    parts: int = 1
+    """Into how many equal parts a row must be cut: tp under sequence parallel."""
 
 
 def batch_form(run: RunFile, model: Any, strategy: Strategy, device: torch.device) -> BatchForm:
@@ -33,18 +36,24 @@ def batch_form(run: RunFile, model: Any, strategy: Strategy, device: torch.devic
     if run.packing:
         flat = run.attn_implementation == "flash" or takes_bounds(model, device, compute_dtype(strategy))
         layout = "flat" if flat else "packed"
-    return BatchForm(layout=layout, is_static=strategy.compile_blocks)
+    parts = strategy.tp if strategy.sequence_parallel else 1
+    return BatchForm(layout=layout, is_static=strategy.compile_blocks, parts=parts)
 
 
 def collate_options(form: BatchForm, cut: BatchOptions, pad_token_id: int) -> CollateOptions:
     """The options of a set that is cut into micro-batches so; a last, smaller one is filled up if shapes are static."""
-    plain = CollateOptions(pad_token_id=pad_token_id, layout=form.layout)
+    plain = CollateOptions(pad_token_id=pad_token_id, layout=form.layout, pad_to_multiple_of=math.lcm(8, form.parts))
     if not form.is_static:
         return plain
     if form.layout == "flat":
         assert cut.max_length is not None, "packing without a budget"
-        return replace(plain, row_length=cut.micro_batch * cut.max_length, pad_documents=True)
-    return replace(plain, num_rows=cut.micro_batch, row_length=cut.max_length if form.layout == "packed" else None)
+        return replace(plain, row_length=_up(cut.micro_batch * cut.max_length, form.parts), pad_documents=True)
+    row_length = _up(cut.max_length, form.parts) if form.layout == "packed" and cut.max_length is not None else None
+    return replace(plain, num_rows=cut.micro_batch, row_length=row_length)
+
+
+def _up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -50,11 +50,12 @@ def check_first_loss(skeleton: Skeleton, folder: str, batch: Batch, stepper: Ste
     strategy, mesh = stepper.strategy, stepper.mesh
     if sum(parameter.numel() for parameter in skeleton.template.parameters()) > MAX_PARAMETERS:
         return None
-    input_ids, labels = batch.input_ids[:1, :MAX_TOKENS], batch.labels[:1, :MAX_TOKENS]  # [1, T]
+    most = MAX_TOKENS - MAX_TOKENS % strategy.tp  # sequence parallel cuts a row into equal parts
+    input_ids, labels = batch.input_ids[:1, :most], batch.labels[:1, :most]  # [1, T]
     num_tokens = int((labels[:, 1:] != IGNORE_INDEX).sum())
     if num_tokens == 0:
         return None
-    row = Batch(input_ids=input_ids, labels=labels, position_ids=batch.position_ids[:1, :MAX_TOKENS])
+    row = Batch(input_ids=input_ids, labels=labels, position_ids=batch.position_ids[:1, :most])
     with forward_only(skeleton.model):
         summed = losses_of(stepper, [row]).cpu()
     if mesh.pipeline is not None:  # only the last stages know it

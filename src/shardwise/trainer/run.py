@@ -288,7 +288,8 @@ def assemble(start: RunStart) -> tuple[LoopParts, Sampler | None]:
     )
     start.memory.model, start.memory.optimizer = skeleton.model, optimizer
     position, state = DataPosition(plan), RunState()
-    app = app_state(skeleton, optimizer, strategy, {"data": position, "run": state}, seed=run.seed)
+    extra: dict[str, Any] = {"data": position, "run": state}
+    app = app_state(skeleton, optimizer, strategy, extra, seed=run.seed, data_rank=mesh.data_rank)
     reseed(run.seed, 0, mesh.data_rank)  # dropout: other draws on ranks that see other data, the same in every run
     continued = Continued(
         checkpointer=checkpointer, app_state=app, position=position, progress=progress, num_restarts=start.num_restarts

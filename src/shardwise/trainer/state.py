@@ -79,7 +79,7 @@ class RunState:
 
 
 def app_state(
-    skeleton: Skeleton, optimizer: Any, strategy: Strategy, extra: Mapping[str, Any], *, seed: int
+    skeleton: Skeleton, optimizer: Any, strategy: Strategy, extra: Mapping[str, Any], *, seed: int, data_rank: int
 ) -> AppState:
     """Everything that a checkpoint keeps of a run."""
     return AppState(
@@ -90,5 +90,6 @@ def app_state(
         mesh={str(axis): strategy.degree(axis) for axis in Axis},
         strategy=codec.to_data(strategy),
         seed=seed,
+        data_rank=data_rank,
         num_frozen=skeleton.num_frozen,
     )

@@ -22,13 +22,17 @@ split along T. Here a rank looks up the tokens of its own rows, and the gradient
 sequence parallel) or of the heads (norms of queries and keys), gets a partial gradient on each rank. These are summed
 over tp once a step, all in one message, after all micro-batches; `fully_shard` knows nothing of it.
 
+[Note: adapters] LoRA's pair is split on the same side as its matrix: B of q, k, v, gate and up along its rows, A of o
+and down along its columns; the other half is whole on every rank, and its gradient a partial one. Matrix and adapter
+compute on local tensors, and what both give is summed together: adapters add no message to a micro-batch.
+
 Shapes: B rows, T tokens of a row, H hidden size.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -77,7 +81,7 @@ def apply(model: nn.Module, blocks: nn.ModuleList, mesh: DeviceMesh, strategy: S
     is_tied = None not in (embedding, head) and embedding.weight is head.weight
     split = Shard(1) if strategy.sequence_parallel else Replicate()
     for number, block in enumerate(blocks):
-        _parallelize(block, mesh, _block_plan(split))
+        _parallelize(block, mesh, _block_plan(block, split))
         if number == 0:
             local = PrepareModuleInput(input_layouts=split, desired_input_layouts=split, use_local_output=True)
             _parallelize(block, mesh, local)
@@ -101,17 +105,91 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: ParallelStyle | dict
     parallelize_module(module, mesh, plan, src_data_rank=None)  # values come later: nothing is sent
 
 
-def _block_plan(split: Placement) -> dict[str, ParallelStyle]:
+def _block_plan(block: nn.Module, split: Placement) -> dict[str, ParallelStyle]:
     """Of one block; `split` is how hidden states lie between the sums."""
+    modules = dict(block.named_modules())
     plan: dict[str, ParallelStyle] = {
         ATTENTION: PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": split}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
         ),
         FEED_FORWARD: PrepareModuleInput(input_layouts=split, desired_input_layouts=Replicate()),
     }
-    plan |= {name: ColwiseParallel() for name in COLWISE}
-    plan |= {name: RowwiseParallel(output_layouts=split) for name in ROWWISE}
+    for name in (*COLWISE, *ROWWISE):
+        if hasattr(modules[name], "base_layer"):
+            plan |= _adapted_plan(name, modules, split)
+        else:
+            plan[name] = ColwiseParallel() if name in COLWISE else RowwiseParallel(output_layouts=split)
     return plan
+
+
+def _adapted_plan(name: str, modules: Mapping[str, nn.Module], split: Placement) -> dict[str, ParallelStyle]:
+    """Of a matrix with an adapter ([Note: adapters])."""
+    dim = 0 if name in COLWISE else 1
+    plan: dict[str, ParallelStyle] = {name: LocalInput() if dim == 0 else SummedOutput(split)}
+    for part in modules:
+        if part == f"{name}.base_layer" or part.startswith(f"{name}.lora_{'B' if dim == 0 else 'A'}."):
+            plan[part] = LocalLinear(dim)
+    return plan
+
+
+class LocalInput(ParallelStyle):
+    """Gives a module the local tensor of a replicated DTensor; each rank's gradient for it is a partial sum."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def take(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (inputs[0].to_local(grad_placements=[Partial()]), *inputs[1:])
+
+        module.register_forward_pre_hook(take)
+        return module
+
+
+class SummedOutput(ParallelStyle):
+    """Sums what a module gives over the ranks.
+
+    Args:
+        output_layout: How the sum lies over them.
+    """
+
+    def __init__(self, output_layout: Placement) -> None:
+        super().__init__()
+        self._layout = output_layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def add_up(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            return _summed(output, device_mesh, self._layout).to_local()
+
+        module.register_forward_hook(add_up)
+        return module
+
+
+class LocalLinear(ParallelStyle):
+    """A linear layer whose matrix is split, on local tensors: no message.
+
+    Args:
+        dim: 0 splits rows and bias; 1 splits columns, so that outputs are partial sums and one rank adds the bias.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self._dim = dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.ndim == 2 or self._dim == 0:
+                placed = distribute_tensor(parameter, device_mesh, [Shard(self._dim)], src_data_rank=self.src_data_rank)
+                module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+        adds_bias = self._dim == 0 or device_mesh.get_local_rank() == 0
+
+        def forward(self: Any, hidden: Tensor) -> Tensor:
+            bias = self.bias if self.bias is not None and adds_bias else None
+            return F.linear(hidden, _local(self.weight), None if bias is None else _local(bias))
+
+        module.forward = types.MethodType(forward, module)
+        return module
+
+
+def _summed(partial: Tensor, mesh: DeviceMesh, layout: Placement) -> DTensor:
+    return DTensor.from_local(partial, mesh, [Partial()], run_check=False).redistribute(placements=[layout])
 
 
 class VocabularyParallel(ParallelStyle):
@@ -132,10 +210,12 @@ class VocabularyParallel(ParallelStyle):
         layout = self._layout
 
         def forward(self: Any, input_ids: Tensor) -> DTensor:
-            hidden = _look_up(self, input_ids, device_mesh)
-            return DTensor.from_local(hidden, device_mesh, [Partial()], run_check=False).redistribute(
-                placements=[layout]
-            )
+            if not layout.is_replicate() and input_ids.shape[1] % device_mesh.size():
+                raise ConfigError(
+                    f"A row of {input_ids.shape[1]} tokens cannot be cut into {device_mesh.size()} equal parts. Pad it "
+                    "to a multiple, or set sequence_parallel: false."
+                )
+            return _summed(_look_up(self, input_ids, device_mesh), device_mesh, layout)
 
         module.forward = types.MethodType(forward, module)
         return module
@@ -157,23 +237,29 @@ def _look_up(embedding: Any, input_ids: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _partial_modules(model: nn.Module, blocks: nn.ModuleList, strategy: Strategy) -> Iterator[nn.Module]:
-    """Norms that see a part of the heads, or under sequence parallel a part of the tokens."""
+    """Norms that see a part of the heads, or under sequence parallel of the tokens; whole halves of adapters."""
+    adapters = {id(module) for name, module in model.named_modules() if ".lora_" in name}
     inside = {id(module) for block in blocks for module in block.get_submodule(ATTENTION).modules()}
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         is_whole = own and not any(isinstance(parameter, DTensor) for parameter in own)
-        if is_whole and (strategy.sequence_parallel or id(module) in inside):
+        if is_whole and (strategy.sequence_parallel or id(module) in inside or id(module) in adapters):
             yield module
 
 
 def planned_placement(name: str) -> Placement | None:
     """How a parameter of a plain name lies along tp; None for one that every rank holds whole, outside the mesh."""
     owner, _, leaf = name.rpartition(".")
+    owner, _, half = owner.partition(".lora_")
+    if half:
+        split = COLWISE if half.startswith("B.") else ROWWISE if half.startswith("A.") else ()
+        return Shard(0 if split is COLWISE else 1) if owner.endswith(split) else None
+    is_adapted = owner.endswith(".base_layer")
     owner = owner.removesuffix(".base_layer")
     if owner.endswith((*COLWISE, *VOCABULARY)):
         return Shard(0)
     if owner.endswith(ROWWISE):
-        return Shard(1) if leaf == "weight" else Replicate()
+        return Shard(1) if leaf == "weight" else None if is_adapted else Replicate()
     return None
 
 
@@ -214,7 +300,8 @@ def _unknown(model: nn.Module, blocks: nn.ModuleList, tp: int) -> list[str]:
     problems: list[str] = []
     block = blocks[0]
     modules = dict(block.named_modules())
-    missing = [name for name in (*COLWISE, *ROWWISE) if not isinstance(modules.get(name), nn.Linear)]
+    bases = {name: getattr(modules.get(name), "base_layer", modules.get(name)) for name in (*COLWISE, *ROWWISE)}
+    missing = [name for name, base in bases.items() if not isinstance(base, nn.Linear)]
     if missing:
         problems.append(
             f"{type(block).__name__} has no linear layer {', '.join(missing)}: tensor parallel splits decoders with q, "
@@ -223,16 +310,24 @@ def _unknown(model: nn.Module, blocks: nn.ModuleList, tp: int) -> list[str]:
         return problems
     heads = modules[ATTENTION]
     head_dim = int(cast(Any, heads).head_dim)
+    if any(".lora_magnitude_vector." in name for name, _ in block.named_parameters()):
+        problems.append("DoRA needs the length of whole rows, which tp splits. Use use_dora: false, or tp: 1.")
     for name, module in modules.items():
         own = list(module.parameters(recurse=False))
-        if not own or name in (*COLWISE, *ROWWISE):
+        if (
+            not own
+            or ".lora_magnitude_vector" in name
+            or module in bases.values()
+            or ".lora_A." in name
+            or ".lora_B." in name
+        ):
             continue
         if any(parameter.ndim > 1 for parameter in own):
             problems.append(f"{type(block).__name__}.{name} ({type(module).__name__}) cannot be split. Use tp: 1.")
         elif name.startswith(f"{ATTENTION}.") and any(parameter.numel() != head_dim for parameter in own):
             problems.append(f"{type(block).__name__}.{name} spans all heads, which tp would split. Use tp: 1.")
     for name in (*COLWISE, *ROWWISE):
-        linear = cast(nn.Linear, modules[name])
+        linear = cast(nn.Linear, bases[name])
         size = linear.out_features if name in COLWISE else linear.in_features
         unit = head_dim if name.startswith(f"{ATTENTION}.") else 1
         if size % (unit * tp):

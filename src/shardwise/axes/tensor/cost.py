@@ -13,10 +13,10 @@ parallel each all_reduce becomes an all_gather and a reduce_scatter: the same by
     head         1 all_reduce backward                         1 all_gather forward, 1 reduce_scatter backward
 
 Checkpointing computes a block again, but not the sum that ends it, unless a norm keeps that (Gemma 2 and 3): 1 (or 2)
-all_reduces a block more; with sequence parallel 2 all_gathers and 1 (or 2) reduce_scatters. Once a step the gradients
-of what each rank holds whole but sees a part of are summed in one message (norms under sequence parallel, norms of
-queries and keys always), and the square of the gradient's norm in another. The loss sends a little of its own
-(`levers/loss`).
+all_reduces a block more; with sequence parallel 2 all_gathers and 1 (or 2) reduce_scatters. Under LoRA no gradient is
+summed in front of the first adapter. Once a step the gradients of what each rank holds whole but sees a part of are
+summed in one message (norms under sequence parallel, norms of queries and keys always, one half of each adapter), and
+the square of the gradient's norm in another. The loss sends a little of its own (`levers/loss`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from shardwise.vocabulary.cluster import Cluster, CollectiveOp
 from shardwise.vocabulary.job import Job
-from shardwise.vocabulary.placement import Placement
+from shardwise.vocabulary.placement import Placement, adapted, splits_input
 from shardwise.vocabulary.plan import Refusal
 from shardwise.vocabulary.strategy import Axis, Strategy
 from shardwise.vocabulary.timeline import Collective, Pass, Site
@@ -83,8 +83,6 @@ def problems(strategy: Strategy) -> Iterator[tuple[str, str]]:
             "no_fp8_in_tensor",
             "torchao's fp8 layers are not split over tp by this engine; use bf16, or shard the data",
         )
-    if strategy.tuning == "lora":
-        yield "no_adapters_in_tensor", "adapters are not split over tp by this engine; use ZeRO-3 with lora"
     if strategy.tuning == "qlora":
         yield "packed_weights_are_whole", "4-bit weights cannot be split over tp; use lora, or ZeRO-3 with qlora"
     if strategy.offload != "none":
@@ -108,11 +106,19 @@ def _block_sums(place: Placement) -> Iterator[Collective]:
         ("backward", 2 + (2 if recomputes else 0), 2 + sums_again),
     )
     for during, gathers, sums in passes:
+        needless = _sums_without_gradient(place) if during == "backward" else 0
         if split:
             yield _hidden(place, "all_gather", blocks * gathers, during, "block")
-            yield _hidden(place, "reduce_scatter", blocks * sums, during, "block")
+            yield _hidden(place, "reduce_scatter", blocks * sums - needless, during, "block")
         else:
-            yield _hidden(place, "all_reduce", blocks * sums, during, "block")
+            yield _hidden(place, "all_reduce", blocks * sums - needless, during, "block")
+
+
+def _sums_without_gradient(place: Placement) -> int:
+    """Sums of a micro-batch's backward that lead to nothing that trains: in front of the first adapter."""
+    if place.trains_all or not place.is_first:
+        return 0
+    return 1 if any(linear.site == "attention" for linear in adapted(place.model, place.job.lora)) else 2
 
 
 def _end_sums(place: Placement) -> Iterator[Collective]:
@@ -120,7 +126,7 @@ def _end_sums(place: Placement) -> Iterator[Collective]:
     split = place.strategy.sequence_parallel
     if place.is_first:
         yield _hidden(place, "reduce_scatter" if split else "all_reduce", 1, "forward", "embedding")
-        yield _hidden(place, "all_gather", 1 if split else 0, "backward", "embedding")
+        yield _hidden(place, "all_gather", 1 if split and place.trains_all else 0, "backward", "embedding")
     if place.is_last:
         yield _hidden(place, "all_gather", 1 if split else 0, "forward", "root")
         yield _hidden(place, "reduce_scatter" if split else "all_reduce", 1, "backward", "root")
@@ -145,7 +151,7 @@ def _hidden(place: Placement, op: CollectiveOp, per_micro_batch: int, during: Pa
 def _once_a_step(place: Placement) -> Iterator[Collective]:
     partial = partial_elements(place)
     sizes = {
-        "all_reduce of norms' gradients": (
+        "all_reduce of partial gradients": (
             place.master_bytes * -(-partial // place.strategy.dp_shard),
             f"{place.master_bytes} B x {partial:,} / {place.strategy.dp_shard}",
         ),
@@ -172,7 +178,10 @@ def partial_elements(place: Placement) -> int:
     """Elements on this rank whose gradients are partial sums over tp, before sharding."""
     model = place.model
     if not place.trains_all:
-        return 0
+        r = place.job.lora.r
+        halves = (r * (linear.out_features if splits_input(linear) else linear.in_features)
+                  for linear in adapted(model, place.job.lora))  # fmt: skip
+        return place.num_blocks * sum(halves)
     of_heads = 2 * model.head_dim if model.qk_norm else 0
     if not place.strategy.sequence_parallel:
         return place.num_blocks * of_heads

@@ -448,7 +448,7 @@ def _load(state: AppState, path: Path, ranks: Ranks, verified: Manifest | None) 
     ranks.agree(lambda: apply_values(state, flat, ranks.rank))
     notes = compare_runs(state, manifest, ranks.size)
     if not rng_restored:
-        reseed(state.seed, manifest.step, ranks.rank)
+        reseed(state.seed, manifest.step, ranks.rank if state.data_rank is None else state.data_rank)
         notes.append(f"random streams derived anew from seed {state.seed}, step {manifest.step} and rank")
     return Restored(
         step=manifest.step,

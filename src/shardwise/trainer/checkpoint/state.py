@@ -79,6 +79,8 @@ class AppState:
     """Degree of each mesh axis, outer to inner."""
     strategy: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The strategy as plain JSON, for the reader of a manifest."""
+    data_rank: int | None = None
+    """Which data this rank sees: ranks that share a model draw alike. None: every rank draws on its own."""
     seed: int = 0
     """The run's seed; new random streams are derived from it if the number of ranks has changed."""
     num_frozen: int | None = None
