@@ -123,6 +123,45 @@ def test_empty_reasoning_is_prompt_and_real_reasoning_is_learned(make_tokenizer:
     assert encode(tokenizer, example)[2].counts["num_dropped_reasoning"] == 0
 
 
+CALLING_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{MARK}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}({{ c.function.arguments | tojson }})</call>"
+    "{% endfor %}"
+    "<|im_end|>{ENDMARK}\n{% endfor %}" + TAIL
+)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_tools_system_prompt_and_several_turns(make_tokenizer: MakeTokenizer, *, marked: bool) -> None:
+    """Calls are the model's words and learned; tools, the system prompt, users and what tools answer are not."""
+    if marked:
+        mark = "{% if m.role == 'assistant' %}{% generation %}"
+        body = CALLING_TEMPLATE.split("{MARK}")[1].split("{ENDMARK}")[0]
+        branch = f"{mark}{body}{{% endgeneration %}}{{% else %}}{body}{{% endif %}}"
+        template = CALLING_TEMPLATE.split("{MARK}")[0] + branch + CALLING_TEMPLATE.split("{ENDMARK}")[1]
+    else:
+        template = CALLING_TEMPLATE.replace("{MARK}", "").replace("{ENDMARK}", "")
+    call = {"type": "function", "function": {"name": "wire", "arguments": {"layer": 3}}}
+    example = ChatExample(
+        messages=(
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "which wire?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "nvlink"},
+            {"role": "assistant", "content": "the wire of a layer"},
+            {"role": "user", "content": "and now?"},
+            {"role": "assistant", "content": "hello"},
+        ),
+        tools=({"type": "function", "function": {"name": "wire"}},),
+    )
+    tokenizer = make_tokenizer(template)
+    assert path(tokenizer, example) == ("marks" if marked else "prefix")
+    wanted = ['<call>wire({"layer": 3})</call><|im_end|>', "the wire of a layer<|im_end|>", "hello<|im_end|>"]
+    assert learned(tokenizer, example) == wanted
+    assert learned_tokens(tokenizer, example) == "".join(wanted)
+
+
 def test_a_conversation_that_starts_with_the_assistant(make_tokenizer: MakeTokenizer) -> None:
     example = ChatExample(messages=({"role": "assistant", "content": "hi"}, {"role": "user", "content": "q"}))
     assert learned(make_tokenizer(), example) == ["hi<|im_end|>"]

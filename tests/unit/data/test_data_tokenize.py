@@ -94,6 +94,26 @@ def test_everything_supervised_is_an_error_where_the_assistant_alone_was_asked(
     assert prepare(DataOptions(source=write([{"text": "abc"}])), tokenizer).report.supervised_share > 0.5
 
 
+def test_a_tokenizer_of_another_model(make_tokenizer: MakeTokenizer, write: Write) -> None:
+    """Files that do not fit may load as a tokenizer that makes no tokens at all."""
+    path = write([{"text": "hello world"}])
+
+    class Mute:
+        """Loads, and says nothing."""
+
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
+            return {"input_ids": [[] for _ in texts], "offset_mapping": [[] for _ in texts]}
+
+    with pytest.raises(DataError, match="makes at most one token of any row, so its files are not those of the model"):
+        prepare(DataOptions(source=path), Mute(make_tokenizer()))
+
+
 @pytest.mark.parametrize("content", [b"\n\n", b"not json\n", b'{"messages": []}\n'])
 def test_no_usable_row(make_tokenizer: MakeTokenizer, write: Write, content: bytes) -> None:
     for skip in (False, True):

@@ -211,6 +211,11 @@ def check_supervised(
     report, unit = tokenized.report, reader.source.unit
     if not len(tokenized):
         reasons: list[str] = []
+        if not any(int(chunk.whole_lengths.max(initial=0)) > 1 for chunk in parts.chunks):
+            reasons.append(
+                "the tokenizer makes at most one token of any row, so its files are not those of the model that "
+                "config.json names: take them from where the model comes from"
+            )
         if report.num_lost_rows:
             reasons.append(
                 f"{report.num_lost_rows:,} rows reach their first supervised token only behind max_length "
