@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.options import again
 from shardwise.cli.train_options import Options, cluster_of, say
-from shardwise.errors import ConfigError, MissingExtraError, ResourceError, UsageError
+from shardwise.errors import ConfigError, MissingExtraError, ResourceError, ShardwiseError, UsageError
 from shardwise.vocabulary.run import RunFile
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def get_ready(options: Options) -> Ready:
             f"{joined.launcher} started {joined.world_size} ranks, and each would measure and plan for itself; give "
             "them one plan file, or --cluster FILE"
         )
-    prepared = dataclasses.replace(target.run, model_name_or_path=_weights(target.run))
+    prepared = dataclasses.replace(target.run, model_name_or_path=_weights_of(target.run, options))
     plan = target.plan or _plan(options, prepared)
     cuda = plan.cluster.gpu.architecture != "cpu"
     _check_cards(plan, cuda=cuda)
@@ -102,6 +102,19 @@ def key_flags(options: Options) -> dict[str, Any]:
     if options.resume:
         flags.setdefault("resume_from_checkpoint", True)
     return flags
+
+
+def _weights_of(run: RunFile, options: Options) -> str:
+    """The same as `_weights`; a name that is neither a model nor a run to go on with is told as both."""
+    try:
+        return _weights(run)
+    except ShardwiseError as error:
+        if not options.resume or options.target is None or run.model_name_or_path != options.target:
+            raise
+        raise UsageError(
+            f"--resume: {options.target} is not the folder of an earlier run (it holds no plan.yaml and run.yaml), and "
+            f"as a model: {error}"
+        ) from error
 
 
 def _weights(run: RunFile) -> str:
