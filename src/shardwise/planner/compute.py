@@ -24,7 +24,7 @@ from shardwise.levers.offload.cost import update_seconds
 from shardwise.levers.optimizer.cost import step_traffic_bytes
 from shardwise.levers.precision.cost import COMPUTE_DTYPE, quantizes
 from shardwise.vocabulary.cluster import Cluster, RatePoint
-from shardwise.vocabulary.placement import Placement, adapted
+from shardwise.vocabulary.placement import Placement, adapted, splits_input
 
 MATMUL_SHARE = {"volta": 0.8, "turing": 0.8, "ampere": 0.85, "ada": 0.85, "hopper": 0.75, "blackwell": 0.75}
 """Share of the data sheet's dense peak that a large bf16 product attains; Hopper and Blackwell are limited by power."""
@@ -242,7 +242,9 @@ def _matrix_seconds(place: Placement, cluster: Cluster, rates: Rates) -> float:
         rows = place.typical_tokens * linear.active_copies
         per_copy = max(1, rows // max(1, linear.copies)) if linear.copies > 1 else rows
         own = rates if not quantized or quantizes(linear) else Rates.of(cluster, "bf16")
-        rate = own.matmul(per_copy, linear.in_features, linear.out_features)
+        cut_input = splits_input(linear)
+        inner = max(1, linear.in_features // (tp if cut_input else 1))
+        rate = own.matmul(per_copy, inner, max(1, linear.out_features // (1 if cut_input else tp)))
         seconds += 2 * rows * linear.matrix_parameters / tp / rate
     if not place.trains_all:
         for linear in adapted(place.model, place.job.lora):
@@ -304,6 +306,7 @@ def _traffic_bytes(place: Placement) -> float:
     model, tp = place.model, place.strategy.tp
     h, f = model.hidden_size, model.intermediate_size * max(1, model.num_experts_per_tok) / tp
     heads = (model.query_size + model.key_value_size) / tp
+    h /= tp if place.strategy.sequence_parallel else 1
     unit = place.element_bytes / 2
     if place.strategy.compile_blocks:
         per_token = unit * (8 * model.norms_per_block * h + 4 * heads + 6 * f)

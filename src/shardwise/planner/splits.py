@@ -106,7 +106,7 @@ def meshes(num_gpus: int, wishes: Wishes) -> Iterator[tuple[int, int, int, int]]
     """All (pp, dp_replicate, dp_shard, tp) whose product is the number of cards and that the wishes allow.
 
     Tensor and pipeline degrees other than 1 are tried where they are asked for, where all other degrees are given (the
-    last one is then solved), and with `every_axis`: the engine does not run them yet.
+    last one is then solved), and with `every_axis`: the engine runs them, but their times were not measured on cards.
     """
     given = [degree is not None for degree in (wishes.pp, wishes.dp_replicate, wishes.dp_shard, wishes.tp)]
     usual = None if sum(given) == 3 or wishes.every_axis else 1
