@@ -16,6 +16,9 @@ ZERO_1 = replace(ONE, accumulation=4, dp_shard=2, zero_stage=1)
 ZERO_2 = replace(ZERO_1, zero_stage=2)
 ZERO_3 = replace(ZERO_1, zero_stage=3)
 HSDP = replace(ONE, accumulation=2, dp_replicate=2, dp_shard=2, zero_stage=3)
+TP = replace(ONE, tp=2)
+SP = replace(TP, sequence_parallel=True)
+TP_ZERO_3 = replace(SP, accumulation=4, dp_shard=2, zero_stage=3)
 FP32 = {"loss": 2e-5, "norm": 2e-4, "weight": 5e-4}
 """Other kernels than the CPU's sum in another order; AdamW divides by the root of tiny numbers."""
 BF16 = {"loss": 3e-2, "norm": 1e-1}
@@ -29,18 +32,25 @@ CASES = {
     "lora-zero3": Case(strategy=replace(ZERO_3, tuning="lora"), device="cuda"),
     "full-chunked": Case(strategy=replace(ZERO_3, checkpointing="full", loss="chunked"), device="cuda"),
     "selective": Case(strategy=replace(ZERO_2, checkpointing="selective"), device="cuda"),
+    "tensor": Case(strategy=TP, device="cuda", vocab_size=96, model="qwen3", tied=True),
+    "tensor-sequence": Case(strategy=replace(SP, loss="chunked", checkpointing="full"), device="cuda", vocab_size=96),
+    "tensor-lora": Case(strategy=replace(SP, tuning="lora"), device="cuda", vocab_size=96),
     "compiled": Case(strategy=replace(ZERO_3, compile_blocks=True), device="cuda", steps=3),
 }
 BF16_CASES = {
     f"bf16-{name}": replace(case, strategy=replace(case.strategy, precision="bf16"))
     for name, case in CASES.items()
-    if name in ("ddp", "zero1", "zero3", "lora-zero3")
+    if name in ("ddp", "zero1", "zero3", "lora-zero3", "tensor", "tensor-sequence")
+}
+ON_FOUR = {
+    "hsdp": Case(strategy=HSDP, device="cuda"),
+    "tensor-zero3": Case(strategy=TP_ZERO_3, device="cuda", vocab_size=96, model="qwen3"),
 }
 
 
 @cache
 def traces(num_ranks: int) -> dict[str, Trace]:
-    cases = {**CASES, **BF16_CASES} if num_ranks == 2 else {"hsdp": Case(strategy=HSDP, device="cuda")}
+    cases = {**CASES, **BF16_CASES} if num_ranks == 2 else ON_FOUR
     return launch(on_cards, (train_all, cases), LaunchOptions(num_ranks=num_ranks, device="cuda"))
 
 
@@ -72,8 +82,9 @@ def test_bf16_stays_near(name: str) -> None:
     check(name, BF16_CASES[name], BF16)
 
 
-def test_replicated_shards_on_four_cards() -> None:
-    check("hsdp", Case(strategy=HSDP), FP32, num_ranks=4)
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_two_axes_on_four_cards(name: str) -> None:
+    check(name, ON_FOUR[name], FP32, num_ranks=4)
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
