@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 USUAL_GLOBAL_BATCH = 32
+_DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +232,7 @@ def read_asked(options: Options) -> Asked:
     """
     problems = _Problems()
     problems.of(lambda: refuse_ignored(options))
+    problems.of(lambda: _look_for_data(options))
     cluster = problems.of(lambda: cluster_from(options))
     shape = problems.of(lambda: model_from(options))
     wishes = problems.of(lambda: wishes_from(options, cluster))
@@ -243,6 +245,16 @@ def read_asked(options: Options) -> Asked:
     assert cluster is not None, "no cluster, and no problem"
     assert wishes is not None, "no wishes, and no problem"
     return Asked(job=job_from(options, cluster), cluster=cluster, wishes=wishes)
+
+
+def _look_for_data(options: Options) -> None:
+    """A file that is not there is told before anything is loaded for it.
+
+    Raises:
+        UsageError: --data is spelled like a file, and there is none.
+    """
+    if options.data is not None and Path(options.data).suffix in _DATA_FILES and not Path(options.data).exists():
+        raise UsageError(f"--data {options.data}: there is no such file")
 
 
 class _Problems:

@@ -19,6 +19,7 @@ from shardwise.facts import catalog
 from shardwise.planner import learning_rate, reasons, rules, search
 from shardwise.planner.memory import memory
 from shardwise.planner.search import Wishes
+from shardwise.planner.splits import Split, splits
 from shardwise.planner.uncertainty import fits
 from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job
@@ -123,21 +124,21 @@ def chosen(there: Situation) -> Candidate | None:
 
 
 def _may_fit(there: Situation) -> bool:
-    """Whether the leanest variant of the most sharded mesh fits: quick, and never false where something fits."""
-    wishes = replace(there.wishes, checkpointing=there.wishes.checkpointing or "full", loss=None, every_candidate=False)
-    strategies = search.strategies(there.job, there.cluster, wishes)
-    ends: dict[tuple[object, ...], list[Strategy]] = {}
-    for strategy in strategies:
-        key = (strategy.tuning, strategy.pp, strategy.tp, strategy.zero_stage > 0, strategy.loss)
-        ends.setdefault(key, []).append(strategy)
-    for group in ends.values():
-        most = max(strategy.dp_shard for strategy in group)
-        stage = max(strategy.zero_stage for strategy in group if strategy.dp_shard == most)
-        leanest = [each for each in group if each.dp_shard == most and each.zero_stage == stage]
-        sizes = {min(leanest, key=lambda each: each.micro_batch_size), min(leanest, key=lambda each: each.accumulation)}
-        if any(fits(memory(there.job, there.cluster, each), there.cluster) for each in sizes):
-            return True
-    return False
+    """Whether the leanest variant of the most sharded meshes fits: quick, and never false where something fits."""
+    wishes = replace(there.wishes, checkpointing=there.wishes.checkpointing or "full", every_candidate=False)
+    ends: dict[tuple[object, ...], Split] = {}
+    for split in splits(there.job, there.cluster, wishes):
+        base = split.base
+        key = (base.tuning, base.pp, base.tp, base.zero_stage > 0)
+        best = ends.get(key)
+        if best is None or (base.dp_shard, base.zero_stage) > (best.base.dp_shard, best.base.zero_stage):
+            ends[key] = split
+    return any(
+        fits(memory(there.job, there.cluster, split.variant(batch, lever)), there.cluster)
+        for split in ends.values()
+        for batch in {split.batches[0], split.batches[-1]}
+        for lever in split.levers
+    )
 
 
 def _price(change: Change, taken: Candidate) -> str:

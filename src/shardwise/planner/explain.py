@@ -24,7 +24,7 @@ from shardwise.vocabulary.job import Job
 from shardwise.vocabulary.memory import Instant, Level, MemoryBreakdown, Term
 from shardwise.vocabulary.placement import NF4_DOUBLE_BYTES, Placement
 from shardwise.vocabulary.plan import Candidate, Plan
-from shardwise.vocabulary.units import GLUE, format_count, format_gb, format_number, format_percent, glued, some
+from shardwise.vocabulary.units import GLUE, format_count, format_gb, format_number, glued, some
 
 WIDTH = 120
 MEANINGS = {
@@ -39,7 +39,7 @@ MEANINGS = {
     "saved activations": "what backward will read",
     "passing values": "live while one operation runs",
     "recomputed block": "made again by checkpointing",
-    "logits": "one number for each token and word of the vocabulary, with its gradient",
+    "logits": "one number for each token and word of the vocabulary",
     "last hidden states": "input of the final norm and head",
     "unpacked matrix": "a 4-bit matrix in 16 bits while it is used",
     "allocator slack": "fragments of torch's allocator",
@@ -190,9 +190,8 @@ def _formula(term: Term, place: Placement) -> str:
         formula = f"{blocks:g} blocks x {tokens:,} tokens x {each:,.0f} B a token and block"
     elif term.name == "logits":
         vocabulary = -(-place.model.vocab_size // place.strategy.tp)
-        formula = (
-            f"{loss.chunk_tokens(place):,} tokens at once x {vocabulary:,} words x {loss.per_logit(place)} B "
-            "(their dtype, fp32 copy, log-softmax and gradients, never all at once)"
+        formula = f"{loss.chunk_tokens(place):,} tokens at once x {vocabulary:,} words x {loss.per_logit(place)} B" + (
+            " (as they are, fp32 copy, log-softmax, gradients, never all at once)" if loss.per_logit(place) > 8 else ""
         )
     elif term.name == "frozen weights" and place.quantized:
         rest = place.frozen - place.quantized
@@ -222,7 +221,7 @@ def _fitting(plan: Plan, memory: MemoryBreakdown) -> Iterator[str]:
     yield (
         f"  and is unlikely to exceed {format_gb(total)}: its spread is {STATIC_SPREAD:.0%} of weights, gradients and "
         f"moments and {MOVING_SPREAD:.0%} of the rest, {format_gb(spread)}, so the chance is "
-        f"{format_percent(candidate.probability_of_oom, 1)} (at most {ACCEPTED_PROBABILITY:.0%})"
+        f"{reasons.chance(candidate.probability_of_oom)} (at most {ACCEPTED_PROBABILITY:.0%})"
     )
 
 

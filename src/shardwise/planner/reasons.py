@@ -85,7 +85,7 @@ def _beside(best: Candidate, allowed: Sequence[Candidate], simplicity: Sequence[
     ratio = first.step.seconds / best.step.seconds - 1
     if ratio > NOTHING:
         splits = some(len({called(each.strategy) for each in allowed}), "split")
-        return f"It is the fastest of the {splits} that fit; the next, {called(first.strategy)}, takes {_more(ratio)}."
+        return f"It is the fastest of the {splits} that fit; the next, {called(first.strategy)}, takes {longer(ratio)}."
     simpler = next((text for text, mine, its in zip(_SIMPLER, own, order, strict=True) if mine < its), "")
     said = f"of what lies within 3 % the simplest is taken{f' ({simpler})' if simpler else ''}."
     if ratio > -NOTHING:
@@ -93,8 +93,20 @@ def _beside(best: Candidate, allowed: Sequence[Candidate], simplicity: Sequence[
     return f"{called(first.strategy)} is {format_percent(-ratio, 1)} faster, but {said}"
 
 
-def _more(ratio: float) -> str:
+def longer(ratio: float) -> str:
+    """How much longer: `12.0 % longer` or `3.0 times as long`.
+
+    Args:
+        ratio: Excess over the other's time, as a share of it.
+    """
     return f"{1 + ratio:.1f} times as long" if ratio > 1 else f"{format_percent(ratio, 1)} longer"
+
+
+def chance(probability: float) -> str:
+    """`12 %`; never a bare 0 % or 100 %, because no prediction is that sure."""
+    if probability < 0.005:
+        return "under 1 %"
+    return "over 99 %" if probability > 0.995 else format_percent(probability)
 
 
 def passed_over(best: Candidate, others: Sequence[Candidate], because: str) -> str:
@@ -163,6 +175,7 @@ def grouped_refusals(refusals: Sequence[Refusal]) -> list[tuple[str, Refusal]]:
 
 
 def _listed(names: Sequence[str], most: int = 3) -> str:
+    comma = "; " if any("," in name for name in names) else ", "
     if len(names) <= most:
-        return ", ".join(names)
-    return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} others"
+        return comma.join(names)
+    return f"{comma.join(names[: most - 1])} and {len(names) - most + 1} others"

@@ -24,7 +24,6 @@ from shardwise.vocabulary.cluster import Cluster
 from shardwise.vocabulary.job import Job, Tuning
 from shardwise.vocabulary.plan import Candidate, Refusal
 from shardwise.vocabulary.strategy import Checkpointing, LossKind, Strategy
-from shardwise.vocabulary.units import format_percent
 
 WITHIN = 0.03
 """A simpler strategy is taken if it is slower by no more than this."""
@@ -101,7 +100,7 @@ def _spoken(
     other_axes = best.strategy.tp > 1 or best.strategy.pp > 1
     if tuning_rule and not (other_axes and tuning_rule == LOWEST_STAGE):
         yield tuning_rule
-    if other_axes and data_parallel:
+    if other_axes and data_parallel and not any(each.fits for each in data_parallel):
         yield f"{OTHER_AXES}; {best.strategy.name} does"
     yield from engine.not_run(best.strategy)
     if cluster.num_gpus > 1:
@@ -144,7 +143,7 @@ def _overruled(best: Candidate, allowed: Sequence[Candidate]) -> str:
     if simplicity(lowest.strategy)[:4] >= simplicity(best.strategy)[:4]:
         return ""
     slower = lowest.step.seconds / best.step.seconds - 1
-    return f"{reasons.called(lowest.strategy)} fits and is simpler, but takes {format_percent(slower, 1)} longer"
+    return f"{reasons.called(lowest.strategy)} fits and is simpler, but takes {reasons.longer(slower)}"
 
 
 def refusals_of(candidates: Sequence[Candidate], cluster: Cluster) -> tuple[Refusal, ...]:

@@ -250,13 +250,6 @@ def wire_bytes(candidate: Candidate) -> int:
     return sum(collective.wire_bytes for collective in candidate.collectives)
 
 
-def chance(probability: float) -> str:
-    """`12 %`; never a bare 0 % or 100 %, because no prediction is that sure."""
-    if probability < 0.005:
-        return "under 1 %"
-    return "over 99 %" if probability > 0.995 else format_percent(probability)
-
-
 def verdict(candidate: Candidate, usable: int) -> str:
     """`fits`, `tight: 12 % chance to run out`, or `needs 7.2 GB more`.
 
@@ -264,7 +257,7 @@ def verdict(candidate: Candidate, usable: int) -> str:
         candidate: What is judged.
         usable: Bytes of one card that a plan may use (`planner.uncertainty.usable_bytes`).
     """
-    runs_out = f"{chance(candidate.probability_of_oom)} chance to run out"
+    runs_out = f"{reasons.chance(candidate.probability_of_oom)} chance to run out"
     if candidate.fits:
         return "fits" if candidate.probability_of_oom <= TIGHT else f"tight: {runs_out}"
     missing = candidate.memory.needed_bytes - usable
@@ -278,8 +271,8 @@ def sentence_about(candidate: Candidate, plan: Plan) -> tuple[str, str]:
     if memory.cached_bytes > 0:
         text += f" ({format_size(memory.device_bytes)} with cached blocks, which are given back when they are needed)"
     text += (
-        f", peak {INSTANTS[memory.peak_instant]}; {chance(candidate.probability_of_oom)} chance to run out of the "
-        f"{format_size(plan.cluster.gpu.cuda_memory_bytes or plan.cluster.gpu.memory_bytes)} card"
+        f", peak {INSTANTS[memory.peak_instant]}; {reasons.chance(candidate.probability_of_oom)} chance to run out of "
+        f"the {format_size(plan.cluster.gpu.cuda_memory_bytes or plan.cluster.gpu.memory_bytes)} card"
     )
     time = (
         f"{seconds_interval(candidate.step.seconds, candidate.step_interval_seconds)} a step, "

@@ -14,15 +14,17 @@ from shardwise.planner.search import Wishes
 from shardwise.vocabulary.job import Job
 from shardwise.vocabulary.plan import Plan
 
+DATA = Wishes(tp=1, pp=1)
+"""Data parallel only."""
 CASES: dict[str, tuple[Job, str, str | None, Wishes]] = {
-    "adapters": (Job(model=catalog.model("qwen2.5-7b"), tuning="any"), "2xrtx-3090", None, Wishes()),
+    "adapters": (Job(model=catalog.model("qwen2.5-7b"), tuning="any"), "2xrtx-3090", None, DATA),
     "full": (Job(model=catalog.model("llama-3.1-8b")), "8xh100", None, Wishes(zero_stage=3)),
-    "across": (Job(model=catalog.model("llama-3.1-8b")), "2x8xh100", "100gbe", Wishes()),
+    "across": (Job(model=catalog.model("llama-3.1-8b")), "2x8xh100", "100gbe", DATA),
     "hybrid": (Job(model=catalog.model("qwen2.5-1.5b")), "2x8xh100", None, Wishes(dp_shard=8, zero_stage=3)),
     "one card": (Job(model=catalog.model("qwen2.5-0.5b")), "h100", None, Wishes()),
-    "mixture": (Job(model=catalog.model("qwen3-30b-a3b"), tuning="lora"), "8xh100", None, Wishes()),
+    "mixture": (Job(model=catalog.model("qwen3-30b-a3b"), tuning="lora"), "8xh100", None, DATA),
     "pipeline": (Job(model=catalog.model("llama-3.1-8b"), global_batch_size=64), "8xh100", None, Wishes(pp=2, tp=2)),
-    "nothing": (Job(model=catalog.model("llama-3.1-70b")), "2xrtx-4090", None, Wishes()),
+    "nothing": (Job(model=catalog.model("llama-3.1-70b")), "2xrtx-4090", None, DATA),
 }
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 

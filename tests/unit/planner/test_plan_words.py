@@ -190,8 +190,13 @@ def test_faults_of_files_names_and_flags_at_once(tmp_path: Path, capsys: pytest.
     for piece in ("has no 'vocab_size'", "has no 'num_hidden_layers'", "Unknown card", "Did you mean 'FULL_SHARD'?",
                   "--virtual-stages divides stages; give --pp too"):  # fmt: skip
         assert piece in told, piece
-    told = printed(capsys, "plan qwen2.5-7x --cluster nowhere.yaml --zero 0 --keep-unsharded", 2)
-    for piece in ("Unknown model 'qwen2.5-7x'", "nowhere.yaml cannot be read", "--keep-unsharded is for ZeRO 2 and 3"):
+    told = printed(capsys, "plan qwen2.5-7x --cluster nowhere.yaml --zero 0 --keep-unsharded --data nowhere.jsonl", 2)
+    for piece in (
+        "nowhere.jsonl: there is no such file",
+        "Unknown model 'qwen2.5-7x'",
+        "nowhere.yaml cannot be read",
+        "--keep-unsharded is for ZeRO 2 and 3",
+    ):
         assert piece in told, piece
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.factories import make_cluster, make_job, make_ledger, make_model, make_plan
 
+from shardwise.planner import reasons
 from shardwise.report import words
 from shardwise.report.style import PIPED_WIDTH, Style
 from shardwise.report.table import Column, render_table
@@ -175,7 +176,7 @@ def test_rates_have_three_digits(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(("chance", "text"), [(0.0, "under 1 %"), (0.12, "12 %"), (1.0, "over 99 %")])
 def test_no_prediction_is_certain(chance: float, text: str) -> None:
-    assert words.chance(chance) == text
+    assert reasons.chance(chance) == text
 
 
 def test_nodes_and_mixtures_are_told() -> None:
