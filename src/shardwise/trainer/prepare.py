@@ -116,7 +116,7 @@ def _plan_data(run: RunFile, options: BatchOptions, config: Any, tokenizer: Any,
             f"eval_strategy is {run.eval_strategy} and save_strategy {run.save_strategy}, but nobody knows where an "
             "epoch of a stream ends; use steps."
         )
-    source = _data_options(run, name, run.dataset_split, wishes)
+    source = _data_options(run, name, run.dataset_split, wishes, streaming=True)
     return plan_stream(
         source, tokenizer, options, lambda window: refuse_unknown_tokens(window, name, config.vocab_size)
     )  # fmt: skip
@@ -216,7 +216,7 @@ class _SlowProgress:
             sys.stderr.flush()
 
 
-def _data_options(run: RunFile, name: str, split: str, wishes: RunWishes) -> DataOptions:
+def _data_options(run: RunFile, name: str, split: str, wishes: RunWishes, *, streaming: bool = False) -> DataOptions:
     return DataOptions(
         source=name,
         split=split,
@@ -226,7 +226,7 @@ def _data_options(run: RunFile, name: str, split: str, wishes: RunWishes) -> Dat
         completion_only_loss=run.completion_only_loss,
         chat_template_path=run.chat_template_path,
         skip_bad_rows=run.skip_bad_rows,
-        streaming=run.streaming and name == run.dataset_name,
+        streaming=streaming,
         cache_dir=default_cache_dir() if wishes.cache_dir is None else Path(wishes.cache_dir),
     )
 
@@ -253,7 +253,7 @@ def data_lengths(run: RunFile, wishes: RunWishes | None = None) -> SequenceLengt
     config = load_config(run)
     tokenizer = _load_tokenizer(run)
     if is_stream(run):
-        options = _data_options(run, run.dataset_name, run.dataset_split, wishes or RunWishes())
+        options = _data_options(run, run.dataset_name, run.dataset_split, wishes or RunWishes(), streaming=True)
         return sequence_lengths(first_window(options, tokenizer, NUM_LOOKED_AT))
     tokenized = _load_data(run, run.dataset_name, run.dataset_split, config, tokenizer, wishes or RunWishes())
     return None if tokenized is None else sequence_lengths(tokenized)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,33 @@ def test_a_file_of_lines_is_entered_in_the_middle(
     monkeypatch.setattr(Encoder, "encode", encode)
     other.resume(state)
     assert min(read) == 25  # nothing before it was parsed or tokenized
+
+
+def test_resuming_waits_for_what_is_being_read_ahead(
+    make_plan: MakePlan, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two readers of one source at once would draw each other's rows."""
+    path, busy, most = write(ROWS), list[int](), list[int]()
+    read = stream.WindowReader.read
+
+    def slow(self: Any, start: stream.Cursor) -> stream.Window:
+        busy.append(start.number)
+        most.append(len(busy))
+        time.sleep(0.05)
+        try:
+            return read(self, start)
+        finally:
+            busy.pop()
+
+    whole = make_plan(path)
+    steps = [rows_of_step(whole, step) for step in range(12)]
+    state = whole.state(8)
+    monkeypatch.setattr(stream.WindowReader, "read", slow)
+    other = make_plan(path)
+    assert other.set_at(0)  # the next window is being read from here on
+    other.resume(state)
+    assert [rows_of_step(other, step) for step in range(8, 12)] == steps[8:]
+    assert max(most) == 1
 
 
 def test_a_hub_stream_goes_on(make_plan: MakePlan, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

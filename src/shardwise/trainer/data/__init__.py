@@ -10,6 +10,7 @@
     store       TokenizedSet                                 flat memory-mapped arrays and a report
     packing     lengths -> Packing                           best-fit decreasing into fixed token budgets
     batches     TokenizedSet + BatchOptions -> BatchPlan     who sees which sample at which step, on any number of ranks
+    stream      DataOptions + BatchOptions -> StreamPlan     the same for sets that are read while they are trained on
     collate     MicroBatch -> Batch                          torch tensors
     preview     what the model will see, for a person
 

@@ -283,9 +283,10 @@ class StreamPlan(BatchPlan):
         """
         step = super().resume(state)
         start = codec.from_data(Cursor, json.loads(state.cursor))
-        if start != self._windows[0].start:
-            with self._lock:
-                self._windows, self._next = [self._reader.read(start)], None
+        with self._lock:
+            if start != self._windows[0].start:
+                # One thread reads, one window after the other: what it may be reading ahead comes to its end first.
+                self._windows, self._next = [self._thread.submit(self._reader.read, start).result()], None
         return step
 
     def describe(self) -> str:
