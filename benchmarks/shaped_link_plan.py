@@ -181,9 +181,7 @@ def trained(folder: Path, rate: float, run: RunFile, plan: Plan, repeats: int) -
                 (place / "told-strategy.yaml").write_text(to_yaml(contender(plan, which).strategy))
                 in_both(900, __file__, "--child", str(place))
                 cpu = json.loads((place / "cpu.json").read_text())
-                runs.append(
-                    Run(step_seconds=step_times(place)[1:], cpu_seconds=tuple(cpu), load=os.getloadavg()[0])
-                )
+                runs.append(Run(step_seconds=step_times(place)[1:], cpu_seconds=tuple(cpu), load=os.getloadavg()[0]))
     return found
 
 

@@ -406,8 +406,15 @@ def main() -> None:
     record |= machine(given.dry)
     wished = [part.strip() for part in given.only.split(";") if part.strip()]
     with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(out=given.out, scratch=Path(scratch), cluster=given.cluster, peers=given.peers,
-                      chats=given.chats, dry=given.dry, deadline=time.perf_counter() + given.limit - 60)  # fmt: skip
+        bench = Bench(
+            out=given.out,
+            scratch=Path(scratch),
+            cluster=given.cluster,
+            peers=given.peers and given.peers.resolve(),
+            chats=given.chats,
+            dry=given.dry,
+            deadline=time.perf_counter() + given.limit - 60,
+        )
         for row in ROWS:
             if wished and not any(part in row.name for part in wished):
                 continue

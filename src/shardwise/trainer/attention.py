@@ -57,6 +57,22 @@ def is_adopted(model: Any) -> bool:
     return model.config._attn_implementation == NAME
 
 
+def attention_in_words(model: Any, layout: str) -> str:
+    """Which attention a run has, and what it costs where it is not the fast one."""
+    kind = model.config._attn_implementation
+    if not is_adopted(model) and kind == "sdpa":
+        return (
+            f"Attention: sdpa with transformers' masks. {type(model).__name__} does not prove itself without them, so "
+            "the host waits for the card once in every forward."
+        )
+    rows = {
+        "padded": "one document a row",
+        "flat": "documents in one row by their bounds",
+        "packed": "documents in one row by a mask of T x T, which is slow: no kernel for their bounds here",
+    }
+    return f"Attention: {'sdpa without masks' if is_adopted(model) else kind}, {rows[layout]}"
+
+
 def takes_bounds(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether documents in one row may be told apart by their bounds: [Note: bounds]."""
     config = model.config

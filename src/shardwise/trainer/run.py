@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shardwise.errors import PlanMismatchError
 from shardwise.levers.optimizer import apply as optimizers
+from shardwise.trainer.attention import attention_in_words
 from shardwise.trainer.checkpoint import Checkpointer, SaveOptions
 from shardwise.trainer.checkpoint.state import reseed
 from shardwise.trainer.data.batches import BatchOptions, BatchPlan, MicroBatch, plan_batches
@@ -269,6 +270,8 @@ def assemble(start: RunStart) -> tuple[LoopParts, Sampler | None]:
     skeleton = build_model(run, strategy, mesh, prepared.config)
     classes = ", ".join(f"{count} {name}" for name, count in wrapped_classes(skeleton.model).items())
     progress.say(f"{strategy.name}, {strategy.precision} on {mesh.device.type}: groups {classes}")
+    form = batch_form(run, skeleton.model, strategy, mesh.device)
+    progress.say(attention_in_words(skeleton.model, form.layout))
     schedule = schedule_of(run, plan.num_steps, strategy)
     if run.learning_rate_base_batch is not None:
         progress.say(
@@ -297,7 +300,7 @@ def assemble(start: RunStart) -> tuple[LoopParts, Sampler | None]:
     resume(run, continued)
     exported_bytes = _export_dtype(run, prepared.config).itemsize
     checkpointer.check_room(disk_need(run, strategy, continued, plan, exported_bytes))
-    source = functools.partial(_source, prepared, mesh, batch_form(run, skeleton.model, strategy, mesh.device))
+    source = functools.partial(_source, prepared, mesh, form)
     tracking = None
     if mesh.is_first:
         folder.mkdir(parents=True, exist_ok=True)

@@ -133,6 +133,7 @@ def test_models_that_do_not_prove_it_keep_their_own(
 ) -> None:
     model = small_model(model_type, **keys)
     assert attention.adopt(model) == proof.rows
+    assert ("the host waits" in attention.attention_in_words(model, "padded")) != proof.rows
     assert not attention.takes_bounds(model, torch.device("cpu"), torch.float32)
 
 
