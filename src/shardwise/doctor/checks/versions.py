@@ -12,8 +12,10 @@ from shardwise.doctor.scene import Scene
 def look(scene: Scene) -> Iterator[Answer]:
     """Compares the hosts of a log, and the libraries of running ranks."""
     logged: dict[str, list[str]] = {}
-    for host, version in () if scene.log is None else scene.log.versions:
-        logged.setdefault(version, []).append(host or "an unnamed host")
+    versions = () if scene.log is None else scene.log.versions
+    for host, version in versions:
+        if not any(other.startswith(f"{version}+") for _, other in versions):  # torch says it without CUDA's part
+            logged.setdefault(version, []).append(host or "an unnamed host")
     yield from _compare(logged, "log")
     mapped: dict[str, list[str]] = {}
     for process in scene.machine.processes:

@@ -8,6 +8,8 @@ from shardwise.doctor.nccl_log.collector import Collector, Origin
 from shardwise.doctor.nccl_log.records import LogDevice, LogDevices, LogPlugin
 
 _ENTRY = re.compile(r"\[(?P<index>\d+)\](?P<rest>[^\s;]+)")
+_MERGED = re.compile(r"\[(\d+)\]=\{(\s*\[\d+\]\s*)([^\s,}]+)[^}]*\}")
+"""Ports of one adapter that NCCL 2.19 to 2.22 take as one device; the first of them stands for all."""
 _VERBS = re.compile(r"(?P<name>[^:]+):(?P<port>\d+)/(?P<layer>\w+(?:/SHARP)?)")
 _OUT_OF_BAND = re.compile(r"; OOB (?P<interface>[^:\s]+)")
 _LIBRARY = re.compile(r"[\w./\-]*\blib[\w.\-]+?\.so")
@@ -17,15 +19,7 @@ _ZONE = re.compile(r"<\d*>$")
 def keep_devices(collector: Collector, match: re.Match[str], origin: Origin) -> None:
     """Keeps the list of devices of one network."""
     listed, _, _ = match["devices"].partition("; OOB")
-    devices: list[LogDevice] = []
-    for entry in _ENTRY.finditer(listed):
-        verbs = _VERBS.fullmatch(entry["rest"])
-        if verbs:
-            devices.append(LogDevice(index=int(entry["index"]), name=verbs["name"], port=int(verbs["port"]),
-                                     layer=verbs["layer"]))  # fmt: skip
-        else:
-            name, _, address = entry["rest"].partition(":")
-            devices.append(LogDevice(index=int(entry["index"]), name=name, address=_ZONE.sub("", address)))
+    devices = [_device(int(entry["index"]), entry["rest"]) for entry in _ENTRY.finditer(_MERGED.sub(r"[\1]\3", listed))]
     out_of_band = _OUT_OF_BAND.search(match["devices"])
     collector.keep("devices", LogDevices(
         host=origin.host,
@@ -34,6 +28,13 @@ def keep_devices(collector: Collector, match: re.Match[str], origin: Origin) -> 
         relaxed_ordering="[RO]" in match["devices"],
         out_of_band=out_of_band["interface"] if out_of_band else "",
     ))  # fmt: skip
+
+
+def _device(index: int, text: str) -> LogDevice:
+    if verbs := _VERBS.fullmatch(text):
+        return LogDevice(index=index, name=verbs["name"], port=int(verbs["port"]), layer=verbs["layer"])
+    name, _, address = text.partition(":")
+    return LogDevice(index=index, name=name, address=_ZONE.sub("", address))
 
 
 def keep_bootstrap(collector: Collector, match: re.Match[str], origin: Origin) -> None:

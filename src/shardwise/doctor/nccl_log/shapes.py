@@ -204,7 +204,7 @@ SHAPES: tuple[Shape, ...] = (
     Shape(
         keep=networks.keep_p2p_plugin,
         first=("P2P",),
-        pattern=re.compile(r"P2P plugin (?P<name>\S+)"),
+        pattern=re.compile(r"P2P plugin (?:v\d+ )?(?P<name>\S+)"),
         versions="2.8 to 2.30 (plugin of HPC-X)",
         example="P2P plugin IBext_v8",
     ),

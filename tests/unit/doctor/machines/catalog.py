@@ -531,6 +531,10 @@ CASES: dict[str, Case] = {
         findings=["reachability"],
         words=["ip_local_port_range"],
     ),
+    "one-nccl-version-told-twice": Case(
+        spec=TWO_A6000,
+        log=f"{HERE}NCCL version 2.27.5+cuda12.9\n{P2P_HERE}torch.distributed: NCCL error, NCCL version 2.27.5\n",
+    ),
     "two-nccl-versions": Case(
         spec=TWO_A6000,
         log=f"{HERE}NCCL version 2.26.2+cuda12.2\n"
