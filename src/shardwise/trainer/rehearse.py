@@ -62,7 +62,8 @@ class Rehearsal:
     """Until it is safe on disk, in seconds."""
     export_bytes: int
     export_check: ExportCheck | None
-    """None where the base model's weights are random, so that nothing can be loaded beside adapters."""
+    """None where the base model's weights are random, so that nothing can be loaded beside adapters, and where the
+    layers lie on several stages."""
 
 
 def rehearse(run: RunFile, strategy: Strategy, wishes: RunWishes | None = None) -> Rehearsal:
@@ -162,6 +163,9 @@ def _export(start: RunStart, parts: LoopParts, clock: _Clock) -> tuple[ExportRep
     with clock.phase("export"):
         report = export(parts.skeleton.adapted, folder, tokenizer=start.prepared.tokenizer, options=options)
     adapters = start.strategy.tuning != "full"
+    if start.strategy.pp > 1:
+        parts.progress.say("The export is not computed with: no rank holds all layers beside it.")
+        return report, None
     if adapters and run.random_init:
         return report, None
     ids, _ = start.prepared.train.sample(0)

@@ -207,7 +207,11 @@ def _evaluation(seen: Rehearsal) -> Check:
 def _export(seen: Rehearsal) -> Check:
     size, check = format_bytes(seen.export_bytes), seen.export_check
     if check is None:
-        return Check(name="export", found=f"{size}; not loaded: adapters on random weights", verdict="note")
+        return Check(
+            name="export",
+            found=f"{size}; not loaded: adapters on random weights, or layers on several stages",
+            verdict="note",
+        )
     return Check(
         name="export",
         found=f"{size}; loaded again: {check.num_tensors} tensors equal, logits within "

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
 import torch
+import torch.distributed as dist
 
 from shardwise.errors import CheckpointError
 from shardwise.trainer.checkpoint.ranks import Ranks
@@ -29,6 +30,9 @@ class OutFile:
 
     specs: tuple[TensorSpec, ...]
     owner: int
+    """The rank that writes it."""
+    senders: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Who sends a tensor of which the owner holds nothing: adapters of other pipeline stages, all in one file."""
 
 
 def gather_specs(pieces: Mapping[str, Piece], ranks: Ranks) -> dict[tuple[int, ...], list[TensorSpec]]:
@@ -47,14 +51,18 @@ def gather_specs(pieces: Mapping[str, Piece], ranks: Ranks) -> dict[tuple[int, .
 
 def deal(groups: Mapping[tuple[int, ...], list[TensorSpec]], limit: int, *, single: bool) -> list[OutFile]:
     """Pack each group into files below the limit, and deal the files out among the group's ranks."""
-    if single and len(groups) > 1:
-        raise CheckpointError("Adapters of a pipeline lie on several stages; export with merge, or without a pipeline.")
+    if single and groups:
+        owner = min(rank for holders in groups for rank in holders)
+        elsewhere = {holders: specs for holders, specs in groups.items() if owner not in holders}
+        senders = {spec.key: holders[0] for holders, specs in elsewhere.items() for spec in specs}
+        everything = tuple(spec for specs in groups.values() for spec in specs)
+        return [OutFile(specs=everything, owner=owner, senders=senders)]
     files: list[OutFile] = []
     for holders, specs in groups.items():
         packed: list[list[TensorSpec]] = []
         room = 0
         for spec in specs:
-            if not packed or (spec.num_bytes > room and not single):
+            if not packed or spec.num_bytes > room:
                 packed.append([])
                 room = limit
             packed[-1].append(spec)
@@ -82,9 +90,9 @@ def write_files(
     failures: list[Exception] = []
     with ThreadPoolExecutor(1) as disk:
         for i, spec in _walk(files, ranks.size):
-            if spec.key not in pieces:
+            tensor = _gathered(spec, files[i], pieces, ranks)
+            if tensor is None:
                 continue  # of another pipeline stage
-            tensor = pieces[spec.key].produce()
             if files[i].owner != ranks.rank or failures:
                 continue  # a rank whose disk has failed still takes part in the gathering, or the others would hang
             try:
@@ -104,6 +112,21 @@ def write_files(
         finally:
             for output in outputs.values():
                 output.writer.abandon()
+
+
+def _gathered(spec: TensorSpec, file: OutFile, pieces: Mapping[str, Piece], ranks: Ranks) -> torch.Tensor | None:
+    """One tensor, on the ranks that hold it and on the one that writes it; None on others."""
+    tensor = pieces[spec.key].produce() if spec.key in pieces else None
+    sender = file.senders.get(spec.key)
+    if sender is None or ranks.group is None:
+        return tensor
+    if ranks.rank == sender and tensor is not None:
+        receiver = dist.get_global_rank(ranks.group, file.owner)
+        dist.send(tensor.to(spec.dtype).cpu().contiguous(), receiver, group=ranks.group)
+    elif ranks.rank == file.owner:
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        dist.recv(tensor, dist.get_global_rank(ranks.group, sender), group=ranks.group)
+    return tensor
 
 
 class _Output:
