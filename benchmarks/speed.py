@@ -71,6 +71,8 @@ ROWS = (
         must=15_800),
     Row(name="8b full, 4 cards, host memory", model="llama-3.1-8b", cards=4, keys={"global_batch_size": 64},
         environment=HOST_MEMORY, must=10_500, peer=("--shape", "8b", "--mb", "4", "--ckpt", "0", "--liger", "1")),
+    Row(name="8b full, 4 cards, host memory, bf16 reductions", model="llama-3.1-8b", cards=4,
+        keys={"global_batch_size": 64, "reduce_dtype": "bf16"}, environment=HOST_MEMORY, must=10_500),
     Row(name="8b lora r16, 1 card", model="llama-3.1-8b", cards=1, keys={"global_batch_size": 8, "tuning": "lora"},
         must=17_000, peer=("--shape", "8b", "--mb", "2", "--ckpt", "0", "--liger", "1", "--lora", "1")),
     Row(name="7b qlora, 1 card", model="qwen2.5-7b", cards=1, keys={"global_batch_size": 8, "tuning": "qlora"}),
