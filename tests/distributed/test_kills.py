@@ -15,6 +15,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.timeout(600)
 def test_killed_runs_go_on_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
