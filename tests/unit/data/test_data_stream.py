@@ -79,6 +79,43 @@ def test_a_stream_that_ends_starts_again(make_plan: MakePlan, write: Write) -> N
     assert steps[:3] != steps[3:]
 
 
+NOTHING: dict[str, Any] = {"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}
+ONE: dict[str, Any] = {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}
+
+
+@pytest.mark.parametrize("tail", [[], [NOTHING], [{"input_ids": "no"}]], ids=["none", "nothing to learn", "bad"])
+def test_a_window_may_end_with_the_last_row(make_plan: MakePlan, write: Write, tail: list[dict[str, Any]]) -> None:
+    """12 rows are one window; behind it the stream starts again, also for a run that goes on there."""
+    path = write([ONE] * 12 + tail)
+    plan = make_plan(path, skip_bad_rows=True)
+    steps, epochs = list[list[int]](), list[int]()
+    for step in range(12):
+        steps.append(rows_of_step(plan, step))
+        epochs.append(plan.epoch(step))
+    for first in range(0, 12, 3):
+        assert sorted(itertools.chain.from_iterable(steps[first : first + 3])) == list(range(1, 13))
+    assert epochs == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    for step in (9, 11):
+        other = make_plan(path, 2, skip_bad_rows=True)
+        other.resume(plan.state(step))
+        assert sorted(rows_of_step(other, step)) == sorted(steps[step])
+        assert other.epoch(step) == 3
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_file_that_was_cut_off_is_not_gone_on_with(make_plan: MakePlan, tmp_path: Path, *, zipped: bool) -> None:
+    """Not even at its first row, as a stream does that has come to its end."""
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    path = tmp_path / ("data.jsonl.gz" if zipped else "data.jsonl")
+    path.write_bytes(gzip.compress(lines) if zipped else lines)
+    plan = make_plan(str(path))
+    rows_of_step(plan, 8)
+    state, short = plan.state(8), b"".join(lines.splitlines(keepends=True)[:20])
+    path.write_bytes(gzip.compress(short) if zipped else short)
+    with pytest.raises(DataError, match="ends at line 20, but had been read up to 24"):
+        make_plan(str(path)).resume(state)
+
+
 def as_lines(write: Write, tmp_path: Path) -> str:
     del tmp_path
     return write(ROWS)

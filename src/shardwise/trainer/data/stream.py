@@ -11,7 +11,8 @@ is that every rank tokenizes every row.
 run, on any number of ranks, goes there and tokenizes that window again: in a file of lines by one seek, in Parquet and
 Arrow by skipping what is not decoded, elsewhere (gzip, CSV, hub) by reading over what lies before.
 
-When the stream ends before `max_steps`, it starts again from its first row.
+[Note: ends] When the stream ends before `max_steps`, it starts again from its first row. A window may end with the very
+last row, or with the last that anything can be learned from; the next one then begins anew.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from shardwise.trainer.data.batches import BatchOptions, BatchPlan, BatchState, 
 from shardwise.trainer.data.encode import EncodedChunk, Encoder
 from shardwise.trainer.data.formats import ExampleReader, Form, NumberedExample
 from shardwise.trainer.data.options import DataOptions
-from shardwise.trainer.data.sources import START, Place, open_source
+from shardwise.trainer.data.sources import START, Place, Problems, open_source
 from shardwise.trainer.data.store import TokenizedSet, TokenizeReport
 from shardwise.trainer.data.tokenize import CHUNK_ROWS, Parts, check_supervised
 from shardwise.vocabulary import codec
@@ -104,7 +105,9 @@ class WindowReader:
             DataError: A row that cannot be used, or nothing is left to train on.
         """
         opened, self._open = self._open, None
+        is_entered = False
         if opened is None or opened.place != start.place:
+            is_entered = True
             reader = ExampleReader(self.source, self.options, after=start.place, form=self._form)
             opened = _Open(reader=reader, examples=iter(reader), place=start.place)
         reader = opened.reader
@@ -114,20 +117,48 @@ class WindowReader:
             parts.add(chunk, reader.problems)
         if reader.problems.num_rows and not self.options.skip_bad_rows:
             raise reader.problems.error()
+        is_rest = start.place != START
         if reader.form is None or not end.chunks:
+            if is_rest:
+                self.counts["num_skipped_rows"] += reader.problems.num_rows
+                return self._again(start, is_entered=is_entered)
             raise DataError(f"{self.options.source} has no row to train on.")
         self._form = reader.form
         tokenized = parts.finished(self.options, reader, reader.form)
+        if is_rest and not len(tokenized):
+            self._count(tokenized.report, num_windows=0)
+            return self._again(start, is_entered=is_entered)
         check_supervised(tokenized, parts, self.options, reader)
         self._check(tokenized)
         self._count(tokenized.report)
         return self._planned(start, end, tokenized)
 
-    def _count(self, report: TokenizeReport) -> None:
+    def _again(self, start: Cursor, *, is_entered: bool) -> Window:
+        """The window of a cursor behind which the source has nothing to train on: its first rows ([Note: ends]).
+
+        Args:
+            start: The cursor.
+            is_entered: Whether the source was entered there, by a run that goes on, and not read up to there.
+
+        Raises:
+            DataError: The source has become shorter than the cursor says.
+        """
+        if is_entered:
+            rows = self.source.rows(Problems(self.source.name, self.source.unit), START)
+            last = max((row.number for row in rows), default=0)
+            if last < start.place.number:
+                raise DataError(
+                    f"{self.options.source} ends at {self.source.unit} {last:,}, but had been read up to "
+                    f"{start.place.number:,} when the checkpoint was made. Resume with the data that the run was "
+                    "started with, or start a new run."
+                )
+        return self.read(dataclasses.replace(start, num_passes=start.num_passes + 1, place=START))
+
+    def _count(self, report: TokenizeReport, num_windows: int = 1) -> None:
         for name in ("num_rows", "num_samples", "num_truncated_rows", "num_truncated_tokens", "num_skipped_rows"):
             self.counts[name] += getattr(report, name)
         self.counts["num_dropped_rows"] += report.num_lost_rows + report.num_unsupervised_rows
-        self.counts["num_windows"] += 1
+        self.counts["num_windows"] += num_windows
 
     def _planned(self, start: Cursor, end: _Filled, tokenized: TokenizedSet) -> Window:
         digest = hashlib.sha256(f"shardwise window {self.batches.seed} {start.number}".encode()).digest()
