@@ -221,8 +221,12 @@ def test_what_is_wrong_is_named(ranks: Pool) -> None:
 def refused(case: Case, dora: bool) -> str:
     import harness
 
+    def with_dora(r: int) -> LoraSettings:
+        return LoraSettings(r=r, use_dora=True)
+
+    settings: Any = with_dora
     if dora:
-        harness.LoraSettings = lambda **some: LoraSettings(**some, use_dora=True)
+        harness.LoraSettings = settings
     try:
         build(case)
     except ConfigError as error:
