@@ -108,7 +108,7 @@ def test_wrapping_is_verified(ranks: Pool) -> None:
     assert ranks.run(2, wrapping_problem, zero_3, zero_3, "") == ["", ""]
     replicated = dataclasses.replace(FP32, dp_replicate=2)
     problem = ranks.run(2, wrapping_problem, zero_3, replicated, "")[0]
-    assert "model.embed_tokens.weight is placed" in problem
+    assert "model.embed_tokens.weight should be replicated over dp_replicate 2" in problem
     lora = dataclasses.replace(FP32, dp_shard=2, zero_stage=2, tuning="lora")
     problem = ranks.run(2, wrapping_problem, lora, dataclasses.replace(lora, zero_stage=3), "")[0]
     assert "model.embed_tokens should be a group of its own (embedding)" in problem
