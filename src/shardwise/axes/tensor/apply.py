@@ -90,7 +90,7 @@ def apply(model: nn.Module, blocks: nn.ModuleList, mesh: DeviceMesh, strategy: S
     if head is not None:
         _parallelize(head, mesh, ColwiseParallel(input_layouts=split, use_local_output=False))
     if embedding is not None and head is not None and is_tied:
-        cast(Any, head).weight = cast(Any, embedding).weight
+        cast(nn.Linear, head).weight = cast(nn.Embedding, embedding).weight
     for module in _partial_modules(model, blocks, strategy):
         setattr(module, _PARTIAL, True)
 
