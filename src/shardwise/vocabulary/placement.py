@@ -276,9 +276,10 @@ def adapted(model: ModelShape, lora: LoraSettings) -> tuple[LinearShape, ...]:
 
 
 def adapter_parameters(linear: LinearShape, lora: LoraSettings, tp: int = 1) -> int:
-    """Elements of A [r, in] and B [out, r]; the side that the base matrix splits is split."""
+    """Elements of A [r, in] and B [out, r], and DoRA's lengths [out]; the side that the base matrix splits is split."""
     down, up = lora.r * linear.in_features, lora.r * linear.out_features
-    return -(-down // tp) + up if splits_input(linear) else down + -(-up // tp)
+    lengths = linear.out_features if lora.use_dora else 0
+    return -(-down // tp) + up + lengths if splits_input(linear) else down + -(-(up + lengths) // tp)
 
 
 def splits_input(linear: LinearShape) -> bool:
