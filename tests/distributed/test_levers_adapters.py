@@ -277,7 +277,7 @@ def test_dropout_is_the_same_in_every_run_and_differs_between_ranks(ranks: Pool)
 def half(adapted: Adapted, folder: str, *, second: bool) -> Trace:
     skeleton, mesh = build(adapted)
     stepper = make_stepper(adapted.case, skeleton, mesh)
-    app = app_state(skeleton, stepper.optimizer, adapted.strategy, {}, seed=0)
+    app = app_state(skeleton, stepper.optimizer, adapted.strategy, {}, seed=0, data_rank=mesh.data_rank)
     if second:
         load(app, Path(folder) / "checkpoint-2")
         return steps_of(adapted, skeleton, mesh, stepper, range(2, 4))
