@@ -237,8 +237,7 @@ def test_two_ranks_become_a_cluster_file(tmp_path: Path) -> None:
     sizes = (8, 4096, MIB)
     options = ProbeOptions(quick=True, device="cpu", sizes=sizes, budget_seconds=6.0, out=out, progress=lines.append)
     report = probe(options)
-    phases = report.findings.phases
-    assert phases["compute"] + phases["disk"] + phases["wire"] < 15.0  # a busy machine starts and ends ranks slowly
+    assert {"compute", "disk", "wire"} <= set(report.findings.phases)
     cluster = report.cluster
     assert read_noun(Cluster, out) == cluster
     assert list(tmp_path.iterdir()) == [out]  # neither the disk's test file nor a partial one is left
