@@ -41,6 +41,7 @@ ONE = Strategy(precision="fp32", micro_batch_size=1, accumulation=8)
 DDP = replace(ONE, accumulation=4, dp_replicate=2)
 ZERO_3 = replace(ONE, accumulation=4, dp_shard=2, zero_stage=3)
 HSDP = replace(ONE, accumulation=2, dp_replicate=2, dp_shard=2, zero_stage=2)
+CHUNKS = replace(ONE, pp=2, pipeline_schedule="interleaved_1f1b", virtual_stages=2)
 NAMES: tuple[OptimizerName, ...] = ("lamb", "adamw_bf16_states", "adamw_8bit", "sgd")
 RATE = {"lamb": 0.05, "sgd": 0.5}
 LIMITS = {
@@ -97,7 +98,9 @@ class Run:
         )  # fmt: skip
 
     def app(self) -> Any:
-        return app_state(self.skeleton, self.stepper.optimizer, self.case.strategy, {}, seed=0)
+        return app_state(
+            self.skeleton, self.stepper.optimizer, self.case.strategy, {}, seed=0, data_rank=self.mesh.data_rank
+        )
 
 
 def train(case: Case) -> Trace:
@@ -235,6 +238,15 @@ def test_equals_plain_code_in_one_process(ranks: Pool, name: OptimizerName, stra
     for trace in ranks.run(strategy.num_ranks, train, case_of(name, strategy)):
         found = trace.difference(expected)
         assert all(found[what] <= limit for what, limit in LIMITS[name].items()), found
+
+
+def test_embedding_and_head_stay_out_of_8_bits_in_every_chunk_of_a_stage(ranks: Pool) -> None:
+    needs_bitsandbytes("8bit")
+    case = replace(case_of("adamw_8bit", CHUNKS), layers=4, steps=3)
+    [expected] = ranks.run(1, train, replace(case, strategy=replace(ONE, optimizer="adamw_8bit")))
+    for trace in ranks.run(2, train, case):
+        found = trace.difference(expected)
+        assert all(found[what] <= limit for what, limit in LIMITS["adamw_8bit"].items()), found
 
 
 def test_paged_moments_equal_unpaged_ones_where_nothing_is_paged(ranks: Pool) -> None:

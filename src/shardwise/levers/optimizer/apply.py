@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.levers.optimizer.apply_8bit import AdamW8bit
@@ -78,9 +78,7 @@ def _split(trained: Mapping[str, nn.Parameter]) -> tuple[list[nn.Parameter], lis
 
 def _without_tables(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
     """The groups with embedding and head in groups of their own, which say that they are kept out of 8 bits."""
-    untyped: Any = model
-    tables = [module.weight for module in (untyped.get_input_embeddings(), untyped.get_output_embeddings()) if module]
-    kept_out = {id(table) for table in tables}
+    kept_out = {id(table) for table in _tables(model)}
     parts: list[dict[str, Any]] = []
     for group in groups:
         for eight_bit in (True, False):
@@ -88,3 +86,13 @@ def _without_tables(groups: list[dict[str, Any]], model: nn.Module) -> list[dict
             if members:
                 parts.append({**group, "params": members, "eight_bit": eight_bit})
     return parts
+
+
+def _tables(model: nn.Module) -> Iterator[Tensor]:
+    """The weights of embeddings and heads. A pipeline's rank may hold several chunks, each with ends of its own."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            yield module.weight
+        get_head: Any = getattr(module, "get_output_embeddings", None)
+        if callable(get_head) and (head := cast(Any, get_head())) is not None:
+            yield head.weight
