@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.vocabulary.memory import ALWAYS, Category, Instant, Term, span
-from shardwise.vocabulary.placement import FROZEN_BYTES, Group, Placement
+from shardwise.vocabulary.placement import Group, Placement
 from shardwise.vocabulary.strategy import Strategy
 from shardwise.vocabulary.timeline import Site
 
@@ -97,7 +97,7 @@ def weights(place: Placement) -> tuple[Term, ...]:
                 name="frozen weights",
                 bytes=round(place.frozen_bytes / divisor),
                 alive=ALWAYS,
-                formula=f"({FROZEN_BYTES} B, or NF4 for block matrices under QLoRA) x {place.frozen:,} / {divisor}",
+                formula=f"({place.element_bytes} B, or NF4 for matrices under QLoRA) x {place.frozen:,} / {divisor}",
                 source=SOURCE,
             )
         )

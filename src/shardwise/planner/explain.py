@@ -195,9 +195,10 @@ def _formula(term: Term, place: Placement) -> str:
         )
     elif term.name == "frozen weights" and place.quantized:
         rest = place.frozen - place.quantized
-        formula = f"({NF4_DOUBLE_BYTES:.3f} B (NF4) x {place.quantized:,} + 2 B x {rest:,}) {_divided(place)}"
+        packed = f"{NF4_DOUBLE_BYTES:.3f} B (NF4) x {place.quantized:,}"
+        formula = f"({packed} + {place.element_bytes} B x {rest:,}) {_divided(place)}"
     elif term.name == "frozen weights":
-        formula = f"2 B x {place.frozen:,} {_divided(place)}"
+        formula = f"{place.element_bytes} B x {place.frozen:,} {_divided(place)}"
     meaning = MEANINGS.get(term.name, "")
     return f"{formula.strip()}: {meaning}" if meaning else formula
 

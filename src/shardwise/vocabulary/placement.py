@@ -21,8 +21,6 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "bf16_pure": 2, "fp8": 2}
 MASTER_BYTES = {"fp32": 4, "bf16": 4, "bf16_pure": 2, "fp8": 4}
 """Of the trainable parameters as the optimizer sees them, by precision."""
 ADAPTER_BYTES = {"fp32": 4, "bf16": 2}
-FROZEN_BYTES = 2
-"""Of a frozen weight that is not packed."""
 NF4_BYTES = 0.5 + 4 / 64
 """bitsandbytes NF4: half a byte and one fp32 scale for 64 elements."""
 NF4_DOUBLE_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -213,9 +211,9 @@ class Placement:
         return self.num_blocks * sum(_split(linear, self.strategy.tp) for linear in self.model.linears)
 
     def frozen_bytes_of(self, group: Group) -> float:
-        """Bytes of one group's frozen weights: under QLoRA the matrices of blocks are packed, all else is not."""
+        """Bytes of one group's frozen weights: under QLoRA blocks' matrices are packed; the rest is as in compute."""
         packed = self.quantized / self.num_blocks if group.site == "block" and self.num_blocks else 0.0
-        return packed * NF4_DOUBLE_BYTES + (group.frozen - packed) * FROZEN_BYTES
+        return packed * NF4_DOUBLE_BYTES + (group.frozen - packed) * self.element_bytes
 
     @cached_property
     def frozen_bytes(self) -> float:

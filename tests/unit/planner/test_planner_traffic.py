@@ -96,6 +96,16 @@ def test_chunks_add_up_the_heads_gradient() -> None:
     assert head_gradient_bytes(Placement(job=JOB, strategy=frozen)) == 0
 
 
+def test_frozen_weights_are_as_wide_as_compute() -> None:
+    """`levers/precision/apply.py` casts what is not trained to the dtype of the products."""
+    lora = Placement(job=JOB, strategy=dataclasses.replace(ONE, tuning="lora"))
+    wide = Placement(job=JOB, strategy=dataclasses.replace(ONE, tuning="lora", precision="fp32"))
+    assert lora.frozen_bytes == 2 * lora.frozen
+    assert wide.frozen_bytes == 4 * wide.frozen
+    packed = Placement(job=JOB, strategy=dataclasses.replace(ONE, tuning="qlora", precision="fp32"))
+    assert packed.frozen_bytes == pytest.approx(0.516 * packed.quantized + 4 * (packed.frozen - packed.quantized), 1e-3)
+
+
 def test_fp8_reaches_linear_layers_only() -> None:
     """Experts are fused parameters and stay in bf16, so fp8 saves a mixture less than a dense model."""
     strategy = dataclasses.replace(ONE, compile_blocks=True)
