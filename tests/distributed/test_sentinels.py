@@ -17,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from shardwise.errors import PlanMismatchError, ShardwiseError, TrainingError
 from shardwise.trainer.data.batches import BatchPlan, MicroBatch
 from shardwise.trainer.mesh import build_mesh
+from shardwise.trainer.meter.wire import Tally, WireCount
 from shardwise.trainer.run import RunWishes, run_training
 from shardwise.trainer.sentinels.adapters import check_adapters
 from shardwise.trainer.sentinels.drift import check_drift
@@ -66,16 +67,19 @@ def gradient_words(strategy: Strategy, lost: str, num_steps: int) -> list[str]:
     plan = make_plan(case, data, 2)
     watch = GradientWatch(skeleton.model, mesh.control)
     words: list[str] = []
+    tally = Tally()
     for step in range(num_steps):
 
         def look(step: int = step) -> None:
             for name, parameter in skeleton.model.named_parameters():
                 if lost and lost in name and parameter.requires_grad:
                     local_gradient(parameter).zero_()
-            words.append(said_by(lambda: watch.look(moved=step > 0)))
+            with WireCount(tally):
+                words.append(said_by(lambda: watch.look(moved=step > 0)))
 
         batches = batches_of(data, plan, step, mesh.data_rank, mesh.device)
         stepper.run(batches, len(batches), plan.num_supervised_tokens(step), after_backward=look)
+    assert not tally.counts(), "the sentinel's own messages are counted as the training's"
     return [*words, str(watch.is_done)]
 
 

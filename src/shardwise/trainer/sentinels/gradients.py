@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _python_dispatch
 
 from shardwise.errors import TrainingError
 from shardwise.levers.adapters.apply import is_adapter
@@ -23,6 +24,8 @@ PATIENCE = 3
 """Looks at which a parameter's gradient may be zero; an adapter's A: after its B has moved."""
 # One kernel for a list of tensors; torch exports no public name for it.
 _foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+# The meter counts the training's messages, and may count in a step at which gradients are looked at.
+_uncounted: Any = _python_dispatch._disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 
 def check_gradients(model: nn.Module) -> None:
@@ -74,7 +77,8 @@ class GradientWatch:
         if self._num_looks == 0:
             check_gradients(self._model)
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, (_trained(self._model), _alive(self._model)), group=self._group)
+        with _uncounted():
+            dist.all_gather_object(everyone, (_trained(self._model), _alive(self._model)), group=self._group)
         alive = set[str]().union(*(living for _, living in everyone))
         if self._num_looks == 0:
             self._waiting = set[str]().union(*(trained for trained, _ in everyone))
