@@ -37,7 +37,8 @@ def legal(job: Job, cluster: Cluster, strategy: Strategy) -> tuple[Refusal, ...]
         found.append(("layers_fill_stages", message))
     if strategy.accumulation < strategy.pp:
         message = (
-            f"{strategy.accumulation} micro-batches leave most of {strategy.pp} stages idle; use at least {strategy.pp}"
+            f"{strategy.accumulation} micro-batch{'' if strategy.accumulation == 1 else 'es'} a step "
+            f"would leave most of {strategy.pp} stages idle; use at least {strategy.pp}"
         )
         found.append(("micro_batches_fill_stages", message))
     elif strategy.pipeline_schedule in INTERLEAVING and not divides(strategy.accumulation, strategy.pp):

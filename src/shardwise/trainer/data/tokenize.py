@@ -168,7 +168,7 @@ class Parts:
 
     def _notes(self, reader: ExampleReader, form: Form, options: DataOptions) -> tuple[str, ...]:
         unit = reader.source.unit
-        notes = [f"{options.source}: {form.describe()}."]
+        notes = [f"{form.describe()}."]  # no path: the cache knows a set by its content, whatever the file is called
         lost = self.counts["num_truncated_tokens"]
         if lost > NOTED_LOSS * (lost + sum(int(chunk.lengths.sum()) for chunk in self.chunks)):
             longest = max(int(chunk.whole_lengths.max(initial=0)) for chunk in self.chunks)
