@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli import train
+from shardwise.cli import train, train_options
 from shardwise.cli.options import POSITIONAL, flags_of
 from shardwise.report.style import Style
 from shardwise.report.table import Column, render_table
@@ -51,7 +51,7 @@ def run(options: Options) -> int:
     from shardwise.verify.preflight import run_preflight
 
     ready = train.get_ready(
-        train.Options(
+        train_options.Options(
             target=options.target,
             data=options.data,
             out=options.out,

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from tests.unit.factories import make_plan, make_run_folder
 
-from shardwise.cli import train
+from shardwise.cli import train, train_options
 from shardwise.cli.main import main
 from shardwise.cli.options import parse
 from shardwise.cli.target import keys_of, read_target
@@ -170,12 +170,12 @@ def test_an_earlier_run_goes_on_with_its_own_plan(tmp_path: Path) -> None:
 
 
 def test_short_flags_of_train_are_keys() -> None:
-    options = parse(train.Options, ["m", "--data", "d.jsonl", "--out", "runs/x", "--resume", "--seed", "7"])
+    options = parse(train_options.Options, ["m", "--data", "d.jsonl", "--out", "runs/x", "--resume", "--seed", "7"])
     assert train.key_flags(options) == {
         "seed": 7, "dataset_name": "d.jsonl", "output_dir": "runs/x", "resume_from_checkpoint": True,
     }  # fmt: skip
     with pytest.raises(UsageError, match="--data and --dataset-name are the same"):
-        train.key_flags(parse(train.Options, ["m", "--data", "a", "--dataset-name", "b"]))
+        train.key_flags(parse(train_options.Options, ["m", "--data", "a", "--dataset-name", "b"]))
 
 
 def test_train_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +205,7 @@ def test_ranks_of_a_launcher_need_one_plan(monkeypatch: pytest.MonkeyPatch, caps
 def test_every_key_of_a_run_file_is_a_flag_of_train() -> None:
     names = {field.name for field in dataclasses.fields(RunFile)}
     words = [f"--{name}=a=1" for name in sorted(names)]
-    given = parse(train.Options, ["m", *words]).keys
+    given = parse(train_options.Options, ["m", *words]).keys
     assert set(given) == names
 
 

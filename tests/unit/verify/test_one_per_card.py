@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.unit.factories import make_plan
 
-from shardwise.cli import one_per_card, train
+from shardwise.cli import one_per_card, train, train_options
 from shardwise.cli.main import main
 from shardwise.cli.one_per_card import JobPage, table
 from shardwise.cli.options import parse, spelled
@@ -34,13 +34,14 @@ def status(name: str, state: str, step: int | None = None, **changes: object) ->
     ],
 )
 def test_options_are_spelled_as_they_were_given(line: str) -> None:
-    options = parse(train.Options, line.split())
-    assert parse(train.Options, spelled(options)) == options
+    options = parse(train_options.Options, line.split())
+    assert parse(train_options.Options, spelled(options)) == options
 
 
 def test_a_job_of_the_queue_is_a_train_of_its_own() -> None:
     options = parse(
-        train.Options, shlex.split("a.yaml b.yaml --one-per-card --resume --gpus 4xh100 --max-steps 5 --out all")
+        train_options.Options,
+        shlex.split("a.yaml b.yaml --one-per-card --resume --gpus 4xh100 --max-steps 5 --out all"),
     )
     words = one_per_card.job_of(options, "b.yaml", Path("all/b"), Path("one-card.yaml")).words
     assert " ".join(words) == "b.yaml --out all/b --resume --cluster one-card.yaml --max-steps 5"
@@ -107,13 +108,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_what_cannot_run_side_by_side_is_said_first(line: str, words: str) -> None:
-    options = parse(train.Options, [*line.split(), "--one-per-card"])
+    options = parse(train_options.Options, [*line.split(), "--one-per-card"])
     with pytest.raises(UsageError) as told:
         one_per_card.run_jobs(options, _flags(options))
     assert words in str(told.value)
 
 
-def _flags(options: train.Options) -> dict[str, object]:
+def _flags(options: train_options.Options) -> dict[str, object]:
     return {key: value for key, value in train.key_flags(options).items() if key != "output_dir"}
 
 
