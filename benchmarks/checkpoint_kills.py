@@ -105,7 +105,7 @@ class Noted:
 
 
 def make_model(folder: Path) -> Path:
-    """A tiny model with dropout, so that random streams have to go on too."""
+    """A tiny model without dropout: random streams are compared in `tests/distributed/test_checkpoint_resume.py`."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)

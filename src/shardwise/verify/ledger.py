@@ -82,8 +82,9 @@ def _bytes(name: str, predicted: int, measured: int | None, note: str) -> Ledger
 
 def _time(candidate: Candidate, measured: Measured) -> Iterator[LedgerRow]:
     step, seen = candidate.step, measured.step
+    timed = "median after warm-up" if measured.tokens_per_s is not None else "the profiled step: no other was timed"
     parts = (
-        ("step", step.seconds, seen.seconds if seen else None, "median after warm-up"),
+        ("step", step.seconds, seen.seconds if seen else None, timed),
         ("compute", step.compute_seconds, seen.compute_seconds if seen else None, "of one profiled step"),
         (
             "exposed wire",
