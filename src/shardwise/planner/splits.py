@@ -31,8 +31,14 @@ class Lever:
             self.loss in (other.loss, "plain")
         )
 
+    def as_wished(self, wishes: Wishes) -> Lever:
+        """The same with what the user asks for."""
+        return Lever(checkpointing=wishes.checkpointing or self.checkpointing, loss=wishes.loss or self.loss)
+
 
 _CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
+_APART = (Lever(checkpointing="none", loss="plain"),)
+"""Zero bubble takes every backward apart, so nothing may be computed again or in one piece with its forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +82,10 @@ def splits(job: Job, cluster: Cluster, wishes: Wishes) -> Iterator[Split]:
     """Every combination of tuning, mesh and stage that the wishes leave open, legal or not."""
     tunings: tuple[Tuning, ...] = ("full", "lora", "qlora") if job.tuning == "any" else (job.tuning,)
     for tuning, (pp, dp_replicate, dp_shard, tp) in itertools.product(tunings, meshes(cluster.num_gpus, wishes)):
-        levers = tuple(_levers(wishes, _losses(tp, is_compiled=_compiles(cluster, wishes))))
+        is_apart = pp > 1 and wishes.pipeline_schedule == "zero_bubble"
+        is_compiled = _compiles(cluster, wishes, is_apart=is_apart)
+        levers = _APART if is_apart else tuple(_levers(_losses(tp, is_compiled=is_compiled)))
+        levers = tuple(dict.fromkeys(lever.as_wished(wishes) for lever in levers))
         batches = tuple(
             Batch(micro_batch_size=size, accumulation=steps)
             for size, steps in possible_batches(job, dp_replicate * dp_shard, wishes)
@@ -87,7 +96,7 @@ def splits(job: Job, cluster: Cluster, wishes: Wishes) -> Iterator[Split]:
             base = Strategy(
                 pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, zero_stage=stage, tuning=tuning,
                 precision=job.precision, reduce_dtype=job.reduce_dtype, optimizer=job.optimizer, offload=wishes.offload,
-                compile_blocks=_compiles(cluster, wishes), keep_unsharded=wishes.keep_unsharded and stage >= 2,
+                compile_blocks=is_compiled, keep_unsharded=wishes.keep_unsharded and stage >= 2,
                 sequence_parallel=tp > 1 if wishes.sequence_parallel is None else wishes.sequence_parallel,
                 pipeline_schedule=wishes.pipeline_schedule or "1f1b",
                 virtual_stages=wishes.virtual_stages if pp > 1 else 1, checkpointing=levers[0].checkpointing,
@@ -155,13 +164,14 @@ def _losses(tp: int, *, is_compiled: bool) -> tuple[LossKind, ...]:
     return ("fused",) if is_compiled else ("plain", "fused")
 
 
-def _levers(wishes: Wishes, losses: tuple[LossKind, ...]) -> Iterator[Lever]:
-    for checkpointing in (wishes.checkpointing,) if wishes.checkpointing else _CHECKPOINTING:
-        for loss in (wishes.loss,) if wishes.loss else losses:
+def _levers(losses: tuple[LossKind, ...]) -> Iterator[Lever]:
+    for checkpointing in _CHECKPOINTING:
+        for loss in losses:
             yield Lever(checkpointing=checkpointing, loss=loss)
 
 
-def _compiles(cluster: Cluster, wishes: Wishes) -> bool:
+def _compiles(cluster: Cluster, wishes: Wishes, *, is_apart: bool) -> bool:
+    """As wished; else where the card gains by it and backwards stay in one piece."""
     if wishes.compile_blocks is not None:
         return wishes.compile_blocks
-    return cluster.gpu.architecture in ("ampere", "ada", "hopper", "blackwell")
+    return not is_apart and cluster.gpu.architecture in ("ampere", "ada", "hopper", "blackwell")

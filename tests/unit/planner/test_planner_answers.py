@@ -324,3 +324,13 @@ def test_a_packed_model_is_planned_unpacked_and_the_plan_says_so() -> None:
     assert plain.recommended is not None
     assert plan.recommended.memory == plain.recommended.memory
     assert not any("quantization_config" in fact.source for fact in plain.facts)
+
+
+def test_zero_bubble_leaves_off_what_would_forbid_it() -> None:
+    job = dataclasses.replace(SEVEN, global_batch_size=32)
+    plan = make_plan(job, EIGHT, Wishes(pp=2, pipeline_schedule="zero_bubble"))
+    assert plan.recommended is not None
+    strategy = plan.recommended.strategy
+    assert (strategy.pp, strategy.compile_blocks, strategy.loss, strategy.checkpointing) == (2, False, "plain", "none")
+    _, refusals = survey(job, EIGHT, Wishes(pp=2, pipeline_schedule="zero_bubble", compile_blocks=True))
+    assert "zero_bubble_splits_backward" in {refusal.rule for refusal in refusals}
