@@ -235,7 +235,7 @@ def test_two_ranks_become_a_cluster_file(tmp_path: Path) -> None:
     lines: list[str] = []
     out = tmp_path / "cluster.yaml"
     sizes = (8, 4096, MIB)
-    options = ProbeOptions(quick=True, device="cpu", sizes=sizes, budget_seconds=6.0, out=out, progress=lines.append)
+    options = ProbeOptions(quick=True, device="cpu", sizes=sizes, budget_seconds=30.0, out=out, progress=lines.append)
     report = probe(options)
     assert {"compute", "disk", "wire"} <= set(report.findings.phases)
     cluster = report.cluster
